@@ -1,1 +1,25 @@
+"""Features of the target: made in the step, kept in memory, read from a store or streamed from a server."""
 
+from modelopt_eagle.features.batch import (
+    FORMAT_VERSION,
+    FeatureBatch,
+    FeatureContract,
+    FeatureRow,
+    collate,
+    needed_final_positions,
+    predicting_positions,
+)
+from modelopt_eagle.features.source import FeatureSource, MemorySource, OnlineSource
+
+__all__ = [
+    "FORMAT_VERSION",
+    "FeatureBatch",
+    "FeatureContract",
+    "FeatureRow",
+    "FeatureSource",
+    "MemorySource",
+    "OnlineSource",
+    "collate",
+    "needed_final_positions",
+    "predicting_positions",
+]

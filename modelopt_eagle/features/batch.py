@@ -1,0 +1,279 @@
+"""What a feature batch is: the target's hidden states for some rows, and the contract that says how they were made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from modelopt_eagle.errors import FeatureError
+
+FORMAT_VERSION = 1
+"""Version of the row schema that the writer, the readers and the stream share."""
+
+_REMEDY = "make the features again with this recipe, or point the recipe at what made them"
+
+
+@dataclass(frozen=True)
+class FeatureContract:
+    """How features were made; whoever makes them states it, whoever reads them checks it.
+
+    Attributes:
+        model: name or folder name of the target.
+        revision: commit or content hash of the target's weights, or None when its source has none.
+        aux_layer_ids: canonical ids (output of layer k, 0-based), in the order in which ``aux_hidden`` joins them.
+        final_is_normed: whether ``final_hidden`` is the state after the target's final norm.
+        dtype: how states are held: ``float32``, ``bfloat16``, ``float16``, ``float8_e4m3`` or ``int8``.
+        tokenizer_hash: hash of the tokenizer that made the ids.
+        template_hash: hash of the chat template that rendered the conversations.
+        hidden_size: Ht, width of one state of the target.
+        vocab_size: V, size of the target's vocabulary.
+        format_version: version of the row schema.
+    """
+
+    model: str
+    revision: str | None
+    aux_layer_ids: tuple[int, ...]
+    final_is_normed: bool
+    dtype: str
+    tokenizer_hash: str | None
+    template_hash: str | None
+    hidden_size: int
+    vocab_size: int
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self):
+        object.__setattr__(self, "aux_layer_ids", tuple(int(i) for i in self.aux_layer_ids))
+
+    @classmethod
+    def from_target(cls, target, aux_layer_ids=None, dtype: str = "float32") -> FeatureContract:
+        """The contract of features that ``target`` makes itself (its final state is post-norm)."""
+        identity = target.identity()
+        ids = target.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        return cls(
+            model=identity["model"],
+            revision=identity.get("revision"),
+            aux_layer_ids=tuple(ids),
+            final_is_normed=True,
+            dtype=dtype,
+            tokenizer_hash=identity.get("tokenizer_hash"),
+            template_hash=identity.get("template_hash"),
+            hidden_size=identity["hidden_size"],
+            vocab_size=identity["vocab_size"],
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict) -> FeatureContract:
+        """Read a contract that :meth:`to_dict` wrote.
+
+        Raises:
+            FeatureError: an unknown or missing field, or a newer format version.
+        """
+        version = values.get("format_version")
+        if version != FORMAT_VERSION:
+            raise FeatureError(
+                f"features of format version {version!r} found, this reader knows version {FORMAT_VERSION}: "
+                "dump them again, or use the modelopt_eagle version that wrote them"
+            )
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - names):
+            raise FeatureError(
+                f"unknown contract fields {unknown}; a version {FORMAT_VERSION} contract has {sorted(names)}"
+            )
+        if missing := sorted(names - set(values)):
+            raise FeatureError(
+                f"contract fields {missing} are missing; a version {FORMAT_VERSION} contract has {sorted(names)}"
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"aux_layer_ids": list(self.aux_layer_ids)}
+
+    def differences(self, expected: FeatureContract, ignore: tuple[str, ...] = ("dtype",)) -> list[str]:
+        """One line for each field in which these features differ from what a recipe asks for."""
+        lines = []
+        for field in fields(self):
+            found, wanted = getattr(self, field.name), getattr(expected, field.name)
+            if field.name not in ignore and found != wanted:
+                lines.append(f"{field.name}: the features were made with {found!r}, this run has {wanted!r}")
+        return lines
+
+    def require(self, expected: FeatureContract, where: str, ignore: tuple[str, ...] = ("dtype",)) -> None:
+        """Refuse features whose contract is not the expected one.
+
+        Args:
+            expected: what the recipe asks for.
+            where: the folder or server that holds the features, for the message.
+            ignore: fields that may differ (the storage dtype by default).
+
+        Raises:
+            FeatureError: names every differing field with both values.
+        """
+        if lines := self.differences(expected, ignore):
+            raise FeatureError(f"{where} does not fit this run:\n  " + "\n  ".join(lines) + f"\n{_REMEDY}")
+
+
+@dataclass
+class FeatureRow:
+    """The features of one conversation of s tokens.
+
+    Attributes:
+        row_id: conversation id.
+        category: category of the conversation, may be empty.
+        input_ids: [s] int64.
+        supervised: [s] bool, tokens that the draft is trained to predict.
+        aux_hidden: [s, A*Ht] floating, outputs of the auxiliary layers side by side.
+        final_hidden: [s, Ht] floating; zero outside :func:`needed_final_positions` when the row was stored compactly.
+        target_top1: [s] int64, argmax of the target's full-vocabulary logits at predicting positions, -1 elsewhere.
+        target_logsumexp: [s] float32, log-sum-exp of those logits at predicting positions, 0 elsewhere.
+    """
+
+    row_id: str
+    category: str
+    input_ids: torch.Tensor
+    supervised: torch.Tensor
+    aux_hidden: torch.Tensor
+    final_hidden: torch.Tensor
+    target_top1: torch.Tensor | None = None
+    target_logsumexp: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def validate(self, contract: FeatureContract) -> None:
+        """Check every shape against the contract.
+
+        Raises:
+            FeatureError: a tensor whose shape is not the one that ids and contract call for (a back end that dropped,
+                split or reordered tokens is found here).
+        """
+        s, width = len(self), contract.hidden_size
+        wanted = {
+            "supervised": (s,),
+            "aux_hidden": (s, width * len(contract.aux_layer_ids)),
+            "final_hidden": (s, width),
+            "target_top1": (s,),
+            "target_logsumexp": (s,),
+        }
+        for name, shape in wanted.items():
+            tensor = getattr(self, name)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise FeatureError(
+                    f"row {self.row_id!r}: {name} has shape {tuple(tensor.shape)}, expected {shape} for {s} tokens, "
+                    f"{len(contract.aux_layer_ids)} auxiliary layers and hidden size {width}"
+                )
+
+
+def predicting_positions(supervised: torch.Tensor) -> torch.Tensor:
+    """Positions whose next token is supervised: there the target's prediction is a label.
+
+    Args:
+        supervised: [..., S] bool.
+
+    Returns:
+        [..., S] bool; position j is True when ``supervised[j+1]`` is; the last one is False.
+    """
+    predicting = torch.zeros_like(supervised)
+    predicting[..., :-1] = supervised[..., 1:]
+    return predicting
+
+
+def needed_final_positions(supervised: torch.Tensor) -> torch.Tensor:
+    """Positions whose final state some loss convention reads: supervised ones and their two neighbours.
+
+    ``served`` reads position j for ``supervised[j+1]``, ``modelopt`` and ``speculators`` for ``supervised[j]``, ``eagle``
+    for ``supervised[j-1]``; keeping all three costs two positions an answer.
+
+    Args:
+        supervised: [S] bool of one document.
+
+    Returns:
+        [S] bool.
+    """
+    needed = supervised | predicting_positions(supervised)
+    needed[1:] |= supervised[:-1]
+    return needed
+
+
+@dataclass
+class FeatureBatch:
+    """Rows packed one after the other, without padding (B = 1, N tokens in all).
+
+    Attributes:
+        input_ids: [1, N] int64.
+        supervised: [1, N] bool.
+        document_ids: [1, N] int64, 0 for the first row, 1 for the second ...; attention and shifts stay inside one.
+        aux_hidden: [1, N, A*Ht].
+        final_hidden: [1, N, Ht], post-norm if ``contract.final_is_normed``.
+        target_top1: [1, N] int64 or None.
+        target_logsumexp: [1, N] float32 or None.
+        row_ids: conversation ids in packing order.
+        contract: how the features were made.
+    """
+
+    input_ids: torch.Tensor
+    supervised: torch.Tensor
+    document_ids: torch.Tensor
+    aux_hidden: torch.Tensor
+    final_hidden: torch.Tensor
+    target_top1: torch.Tensor | None
+    target_logsumexp: torch.Tensor | None
+    row_ids: list[str]
+    contract: FeatureContract
+
+    def to(self, device=None, dtype: torch.dtype | None = None) -> FeatureBatch:
+        """Move all tensors to ``device`` and cast the two states to ``dtype``."""
+
+        def move(tensor, cast=None):
+            return None if tensor is None else tensor.to(device=device, dtype=cast, non_blocking=True)
+
+        return replace(
+            self,
+            input_ids=move(self.input_ids),
+            supervised=move(self.supervised),
+            document_ids=move(self.document_ids),
+            aux_hidden=move(self.aux_hidden, dtype),
+            final_hidden=move(self.final_hidden, dtype),
+            target_top1=move(self.target_top1),
+            target_logsumexp=move(self.target_logsumexp),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """N, tokens of all rows."""
+        return int(self.input_ids.shape[1])
+
+
+def collate(rows: list[FeatureRow], contract: FeatureContract) -> FeatureBatch:
+    """Pack rows one after the other into one line of N tokens.
+
+    Args:
+        rows: at least one row; all made under ``contract``.
+        contract: checked against every row's shapes.
+
+    Raises:
+        FeatureError: no rows, or a row whose shapes break the contract.
+    """
+    if not rows:
+        raise FeatureError("no rows to pack: a batch needs at least one")
+    for row in rows:
+        row.validate(contract)
+
+    def pack(name):
+        tensors = [getattr(row, name) for row in rows]
+        return None if any(t is None for t in tensors) else torch.cat(tensors).unsqueeze(0)
+
+    lengths = torch.tensor([len(row) for row in rows])
+    document_ids = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    return FeatureBatch(
+        input_ids=pack("input_ids"),  # [1,N]
+        supervised=pack("supervised"),  # [1,N]
+        document_ids=document_ids.unsqueeze(0).to(rows[0].input_ids.device),  # [1,N]
+        aux_hidden=pack("aux_hidden"),  # [1,N,A*Ht]
+        final_hidden=pack("final_hidden"),  # [1,N,Ht]
+        target_top1=pack("target_top1"),
+        target_logsumexp=pack("target_logsumexp"),
+        row_ids=[row.row_id for row in rows],
+        contract=contract,
+    )

@@ -1,0 +1,115 @@
+"""Run the frozen target over tokenised rows and take out their features, in batches of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import FeatureRow, predicting_positions
+
+HEAD_CHUNK_BYTES = 64 * 2**20
+"""Logits of one chunk of positions stay below this, so ``[B,S,V]`` never exists."""
+
+
+def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Group row numbers by length, longest first, so that rows times the longest stays within ``batch_tokens``.
+
+    Longest first shows at once whether the memory suffices. A row longer than ``batch_tokens`` goes alone.
+
+    Args:
+        lengths: tokens of each row.
+        batch_tokens: padded tokens of one forward.
+
+    Returns:
+        lists of row numbers; each number once; a pure function of its arguments.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    batches: list[list[int]] = []
+    for index in order:
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def teacher_predictions(target, final_hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Argmax and log-sum-exp of the target's full-vocabulary logits, in chunks of positions.
+
+    Args:
+        target: holder of ``logits(final_hidden)`` and ``vocab_size``.
+        final_hidden: [n, Ht] post-norm.
+
+    Returns:
+        top1 [n] int64, logsumexp [n] float32.
+    """
+    chunk = max(1, HEAD_CHUNK_BYTES // (4 * target.vocab_size))
+    top1, normaliser = [], []
+    for part in final_hidden.split(chunk):  # [c,Ht]
+        logits = target.logits(part).float()  # [c,V]
+        top1.append(logits.argmax(-1))
+        normaliser.append(torch.logsumexp(logits, -1))
+    if not top1:
+        empty = final_hidden.new_zeros(0)
+        return empty.long(), empty.float()
+    return torch.cat(top1), torch.cat(normaliser)
+
+
+@torch.no_grad()
+def compute_features(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> list[FeatureRow]:
+    """Features of some rows by one forward of the target, right-padded to the longest.
+
+    Padding stands after every real token and is masked, so that a causal target gives each row the values it would have alone.
+
+    Args:
+        target: a loaded :class:`~modelopt_eagle.target.Target`.
+        rows: tokenised rows with ``id, category, input_ids, supervised``.
+        aux_layer_ids: canonical layer ids.
+
+    Returns:
+        one row each, in the given order, on the target's device and in its dtype.
+
+    Raises:
+        FeatureError: a state that is not finite.
+    """
+    longest = max(len(row.input_ids) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
+    for b, row in enumerate(rows):
+        ids[b, : len(row.input_ids)] = torch.as_tensor(row.input_ids)
+        mask[b, : len(row.input_ids)] = 1
+    ids, mask = ids.to(target.device), mask.to(target.device)
+    output = target.features(ids, None if bool(mask.all()) else mask, aux_layer_ids)
+    result = []
+    for b, row in enumerate(rows):
+        s = len(row.input_ids)
+        supervised = torch.as_tensor(row.supervised, dtype=torch.bool, device=ids.device)  # [s]
+        final = output.final_hidden[b, :s].clone()  # [s,Ht]
+        aux = output.aux_hidden[b, :s].clone()  # [s,A*Ht]
+        if not (torch.isfinite(final).all() and torch.isfinite(aux).all()):
+            raise FeatureError(
+                f"row {row.id!r}: the target gave a state that is not finite in {target.dtype}; "
+                "load it in float32 or bfloat16"
+            )
+        predicting = predicting_positions(supervised)  # [s]
+        top1 = torch.full((s,), -1, dtype=torch.long, device=ids.device)
+        normaliser = torch.zeros(s, dtype=torch.float32, device=ids.device)
+        top1[predicting], normaliser[predicting] = teacher_predictions(target, final[predicting])
+        result.append(
+            FeatureRow(row.id, row.category or "", ids[b, :s].clone(), supervised, aux, final, top1, normaliser)
+        )
+    return result
+
+
+def compute_rows(
+    target, rows: Sequence, aux_layer_ids: Sequence[int], batch_tokens: int = 4096
+) -> Iterator[tuple[int, FeatureRow]]:
+    """Features of all rows, in batches of similar length, longest first.
+
+    Yields:
+        (number of the row in ``rows``, its features).
+    """
+    for batch in length_batches([len(row.input_ids) for row in rows], batch_tokens):
+        yield from zip(batch, compute_features(target, [rows[i] for i in batch], aux_layer_ids), strict=True)

@@ -1,0 +1,191 @@
+"""Where the trainer's batches come from: one interface, whether features are made, held in memory, stored or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import (
+    FeatureBatch,
+    FeatureContract,
+    FeatureRow,
+    collate,
+    needed_final_positions,
+)
+from modelopt_eagle.features.compute import compute_features, compute_rows
+
+
+@runtime_checkable
+class FeatureSource(Protocol):
+    """What the trainer reads from.
+
+    ``batches`` is a pure function of its arguments: a run that stops after n steps goes on with ``start=n`` and sees what
+    an undisturbed run would have seen.
+    """
+
+    contract: FeatureContract
+    lengths: list[int]
+
+    def batches(
+        self, epoch: int, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> Iterator[FeatureBatch | None]:
+        """Batches of one epoch for one rank; None where the rank has nothing in a step.
+
+        Args:
+            epoch: number of the pass over the data, 0-based.
+            batch_size: rows of a batch.
+            seed: seed of the order.
+            rank, world_size: the share of this process; all ranks get the same number of steps.
+            start: steps to leave out at the front.
+        """
+        ...
+
+
+class PlannedSource:
+    """A source that can load any set of rows by number; the order comes from ``data.plan_batches``."""
+
+    contract: FeatureContract
+    lengths: list[int]
+
+    def load(self, indices: Sequence[int]) -> FeatureBatch:
+        """The rows of these numbers, packed in the given order."""
+        raise NotImplementedError("a planned source implements load(indices)")
+
+    def plan(
+        self, epoch: int, *, batch_size: int, seed: int, rank: int, world_size: int, start: int
+    ) -> list[list[int]]:
+        """Row numbers of each remaining batch of the epoch."""
+        from modelopt_eagle.data import plan_batches
+
+        planned = plan_batches(
+            self.lengths, batch_size=batch_size, seed=seed, epoch=epoch, rank=rank, world_size=world_size
+        )
+        return planned[start:]
+
+    def batches(
+        self, epoch: int, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> Iterator[FeatureBatch | None]:
+        """See :class:`FeatureSource`."""
+        for indices in self.plan(
+            epoch, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size, start=start
+        ):
+            yield self.load(indices) if indices else None
+
+
+def _rows_of(dataset) -> list:
+    rows = list(getattr(dataset, "rows", dataset))
+    if not rows:
+        raise FeatureError("no rows to make features from: the data set is empty")
+    return rows
+
+
+class OnlineSource(PlannedSource):
+    """Features made in the step by the frozen target.
+
+    Args:
+        target: a loaded target.
+        dataset: a ``TokenizedDataset`` or a list of tokenised rows.
+        aux_layer_ids: canonical ids; the target's default if None.
+    """
+
+    def __init__(self, target, dataset, aux_layer_ids: Sequence[int] | None = None):
+        self.target = target
+        self.rows = _rows_of(dataset)
+        self.lengths = [len(row.input_ids) for row in self.rows]
+        self.contract = FeatureContract.from_target(
+            target, aux_layer_ids, dtype=str(target.dtype).removeprefix("torch.")
+        )
+
+    def load(self, indices: Sequence[int]) -> FeatureBatch:
+        rows = compute_features(self.target, [self.rows[i] for i in indices], self.contract.aux_layer_ids)
+        return collate(rows, self.contract)
+
+
+class MemorySource(PlannedSource):
+    """Features made once and kept in memory for many epochs.
+
+    Final states are kept only where a loss convention reads them (:func:`needed_final_positions`); they are zero elsewhere.
+
+    Args:
+        contract: how ``rows`` were made.
+        rows: features in the order of the data set.
+        dtype: ``torch.float32`` or ``torch.bfloat16``, in which states are held (and served).
+    """
+
+    def __init__(self, contract: FeatureContract, rows: Sequence[FeatureRow], dtype: torch.dtype = torch.float32):
+        if not rows:
+            raise FeatureError("no rows to hold: at least one is needed")
+            self.contract = replace(contract, dtype=str(dtype).removeprefix("torch."))
+        self._rows = [_hold(row, dtype) for row in rows]
+        self.lengths = [len(row) for row in rows]
+
+    @classmethod
+    def from_target(
+        cls,
+        target,
+        dataset,
+        aux_layer_ids: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        batch_tokens: int = 4096,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> MemorySource:
+        """Run the target once over the data set.
+
+        Args:
+            target, dataset, aux_layer_ids: as for :class:`OnlineSource`.
+            dtype: in which states are held.
+            batch_tokens: padded tokens of one forward.
+            progress: called with (tokens done, tokens in all) after every row.
+        """
+        rows = _rows_of(dataset)
+        contract = FeatureContract.from_target(target, aux_layer_ids)
+        total, done = sum(len(row.input_ids) for row in rows), 0
+        source = cls.__new__(cls)
+        source.contract = FeatureContract.from_target(target, aux_layer_ids, str(dtype).removeprefix("torch."))
+        source.lengths = [len(row.input_ids) for row in rows]
+        source._rows = [None] * len(rows)
+        for index, row in compute_rows(target, rows, contract.aux_layer_ids, batch_tokens):
+            source._rows[index] = _hold(row, dtype)
+            done += len(row)
+            if progress is not None:
+                progress(done, total)
+        return source
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the states take."""
+        return sum(kept.nbytes + row.aux_hidden.nbytes for row, kept in self._rows)
+
+    def load(self, indices: Sequence[int]) -> FeatureBatch:
+        return collate([_serve(*self._rows[i]) for i in indices], self.contract)
+
+
+def _hold(row: FeatureRow, dtype: torch.dtype) -> tuple[FeatureRow, torch.Tensor]:
+    """A row on the CPU in ``dtype`` without its final states, and the needed ones [n,Ht]."""
+    kept = row.final_hidden[needed_final_positions(row.supervised)].to("cpu", dtype)  # [n,Ht]
+
+    def cpu(tensor):
+        return None if tensor is None else tensor.cpu()
+
+    held = replace(
+        row,
+        input_ids=row.input_ids.cpu(),
+        supervised=row.supervised.cpu(),
+        aux_hidden=row.aux_hidden.to("cpu", dtype),
+        final_hidden=kept[:0],
+        target_top1=cpu(row.target_top1),
+        target_logsumexp=cpu(row.target_logsumexp),
+    )
+    return held, kept
+
+
+def _serve(row: FeatureRow, kept: torch.Tensor) -> FeatureRow:
+    """The row with its final states [s,Ht], zero where none was kept."""
+    final = kept.new_zeros(len(row), kept.shape[1])  # [s,Ht]
+    final[needed_final_positions(row.supervised)] = kept
+    return replace(row, final_hidden=final)
