@@ -182,8 +182,8 @@ def predicting_positions(supervised: torch.Tensor) -> torch.Tensor:
 def needed_final_positions(supervised: torch.Tensor) -> torch.Tensor:
     """Positions whose final state some loss convention reads: supervised ones and their two neighbours.
 
-    ``served`` reads position j for ``supervised[j+1]``, ``modelopt`` and ``speculators`` for ``supervised[j]``, ``eagle``
-    for ``supervised[j-1]``; keeping all three costs two positions an answer.
+    ``served`` reads position j for ``supervised[j+1]``, ``modelopt`` and ``speculators`` for ``supervised[j]``,
+    ``eagle`` for ``supervised[j-1]``; keeping all three costs two positions an answer.
 
     Args:
         supervised: [S] bool of one document.

@@ -61,7 +61,8 @@ def teacher_predictions(target, final_hidden: torch.Tensor) -> tuple[torch.Tenso
 def compute_features(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> list[FeatureRow]:
     """Features of some rows by one forward of the target, right-padded to the longest.
 
-    Padding stands after every real token and is masked, so that a causal target gives each row the values it would have alone.
+    Padding stands after every real token and is masked, so that a causal target gives each row the values it would
+    have alone.
 
     Args:
         target: a loaded :class:`~modelopt_eagle.target.Target`.

@@ -1,4 +1,4 @@
-"""Where the trainer's batches come from: one interface, whether features are made, held in memory, stored or streamed."""
+"""Where the trainer's batches come from: one interface for features made, held in memory, stored or streamed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from modelopt_eagle.features.compute import compute_features, compute_rows
 class FeatureSource(Protocol):
     """What the trainer reads from.
 
-    ``batches`` is a pure function of its arguments: a run that stops after n steps goes on with ``start=n`` and sees what
-    an undisturbed run would have seen.
+    ``batches`` is a pure function of its arguments: a run that stops after n steps goes on with ``start=n`` and sees
+    what an undisturbed run would have seen.
     """
 
     contract: FeatureContract
@@ -76,6 +76,10 @@ class PlannedSource:
             yield self.load(indices) if indices else None
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _rows_of(dataset) -> list:
     rows = list(getattr(dataset, "rows", dataset))
     if not rows:
@@ -96,9 +100,7 @@ class OnlineSource(PlannedSource):
         self.target = target
         self.rows = _rows_of(dataset)
         self.lengths = [len(row.input_ids) for row in self.rows]
-        self.contract = FeatureContract.from_target(
-            target, aux_layer_ids, dtype=str(target.dtype).removeprefix("torch.")
-        )
+        self.contract = FeatureContract.from_target(target, aux_layer_ids, dtype=_name(target.dtype))
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         rows = compute_features(self.target, [self.rows[i] for i in indices], self.contract.aux_layer_ids)
@@ -108,7 +110,8 @@ class OnlineSource(PlannedSource):
 class MemorySource(PlannedSource):
     """Features made once and kept in memory for many epochs.
 
-    Final states are kept only where a loss convention reads them (:func:`needed_final_positions`); they are zero elsewhere.
+    Final states are kept only where a loss convention reads them (:func:`needed_final_positions`) and are zero
+    elsewhere.
 
     Args:
         contract: how ``rows`` were made.
@@ -119,7 +122,7 @@ class MemorySource(PlannedSource):
     def __init__(self, contract: FeatureContract, rows: Sequence[FeatureRow], dtype: torch.dtype = torch.float32):
         if not rows:
             raise FeatureError("no rows to hold: at least one is needed")
-            self.contract = replace(contract, dtype=str(dtype).removeprefix("torch."))
+        self.contract = replace(contract, dtype=_name(dtype))
         self._rows = [_hold(row, dtype) for row in rows]
         self.lengths = [len(row) for row in rows]
 
@@ -146,14 +149,15 @@ class MemorySource(PlannedSource):
         contract = FeatureContract.from_target(target, aux_layer_ids)
         total, done = sum(len(row.input_ids) for row in rows), 0
         source = cls.__new__(cls)
-        source.contract = FeatureContract.from_target(target, aux_layer_ids, str(dtype).removeprefix("torch."))
+        source.contract = replace(contract, dtype=_name(dtype))
         source.lengths = [len(row.input_ids) for row in rows]
-        source._rows = [None] * len(rows)
+        held = {}
         for index, row in compute_rows(target, rows, contract.aux_layer_ids, batch_tokens):
-            source._rows[index] = _hold(row, dtype)
+            held[index] = _hold(row, dtype)  # at once, so that only one forward's full states are in memory
             done += len(row)
             if progress is not None:
                 progress(done, total)
+        source._rows = [held[index] for index in range(len(rows))]
         return source
 
     @property
