@@ -1,0 +1,269 @@
+"""``DraftConfig``: everything that fixes the computation of a draft head, and nothing about how it was trained."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from modelopt_eagle.errors import CheckpointError, TargetError
+
+DECODER_TYPES = ("llama", "kimik2")
+MIN_LAYERS_FOR_DEFAULT = 6
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
+    """The three layers whose outputs a head reads by default: ``1, n//2 - 1, n - 4`` (output of layer k, 0-based).
+
+    Source: EAGLE-3 release and the serving engines' own defaults, which name the same tensors as layer inputs
+    ``2, n//2, n - 3``.
+
+    Raises:
+        TargetError: fewer than six layers, where the three would coincide or fall outside.
+    """
+    if num_layers < MIN_LAYERS_FOR_DEFAULT:
+        raise TargetError(
+            f"the default auxiliary layers need a target of at least {MIN_LAYERS_FOR_DEFAULT} layers, this one has "
+            f"{num_layers}: name them yourself with eagle.aux_layer_ids=[...] (output of layer k, 0-based)"
+        )
+    return (1, num_layers // 2 - 1, num_layers - 4)
+
+
+def check_aux_layer_ids(ids, num_layers: int) -> tuple[int, ...]:
+    """Sort explicit auxiliary layer ids and check them against the target.
+
+    Raises:
+        TargetError: empty, repeated, or outside ``[0, num_layers)``.
+    """
+    ids = tuple(int(i) for i in ids)
+    if not ids:
+        raise TargetError("eagle.aux_layer_ids is empty: a head needs at least one auxiliary layer")
+    if len(set(ids)) != len(ids):
+        raise TargetError(f"eagle.aux_layer_ids names a layer twice: {list(ids)}")
+    outside = [i for i in ids if not 0 <= i < num_layers]
+    if outside:
+        raise TargetError(
+            f"eagle.aux_layer_ids {outside} lie outside the target's layers 0..{num_layers - 1} "
+            "(ids are outputs of layer k, 0-based; an engine's list of layer inputs is one higher)"
+        )
+    return tuple(sorted(ids))
+
+
+@dataclass
+class DraftConfig:
+    """Sizes and flags of a draft head.
+
+    Attributes:
+        hidden_size: width H of the head.
+        target_hidden_size: width Ht of the target's hidden states.
+        rope_theta: rotary base truly used.
+        rope_scaling: ``None``, or the parameters of one of transformers' rope types (``rope_type``, ``factor``, ...).
+        vocab_size: the target's vocabulary V; ``draft_vocab_size``: the head's own, Vd.
+        aux_layer_ids: canonical ids of the captured layers, output of layer k, 0-based, ascending.
+        decoder_type: ``llama`` (grouped-query attention) or ``kimik2`` (multi-head latent attention).
+        norm_before_residual: the residual of layer 0 is the normed state.
+        norm_before_fc: one RMSNorm over the concatenated features before ``fc``.
+        fc_norm: one RMSNorm for each captured layer before ``fc``.
+        norm_output: the state handed to the next step is taken after the final norm.
+        own_embedding: the head carries its own embedding table ``[V, H]`` (forced where H differs from Ht).
+        training_length: longest row seen in training, for the record; never a limit.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    vocab_size: int = 0
+    draft_vocab_size: int = 0
+    aux_layer_ids: tuple[int, ...] = ()
+    decoder_type: str = "llama"
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    target_name: str | None = None
+    target_model_type: str | None = None
+    tokenizer_hash: str | None = None
+    training_length: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.aux_layer_ids = tuple(int(i) for i in self.aux_layer_ids)
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        if self.hidden_size != self.target_hidden_size:
+            self.own_embedding = True
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise :class:`CheckpointError` when the sizes contradict each other."""
+        if self.decoder_type not in DECODER_TYPES:
+            raise CheckpointError(f"decoder_type is {self.decoder_type!r}; known are {', '.join(DECODER_TYPES)}")
+        for name in ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"):  # fmt: skip
+            if int(getattr(self, name)) < 1:
+                raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.draft_vocab_size > self.vocab_size:
+            raise CheckpointError(
+                f"the draft vocabulary ({self.draft_vocab_size}) is larger than the target's ({self.vocab_size}): "
+                "set eagle.draft_vocab_size to at most the target's"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CheckpointError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        if not self.aux_layer_ids or len(set(self.aux_layer_ids)) != len(self.aux_layer_ids):
+            raise CheckpointError(f"aux_layer_ids must be distinct and not empty, found {list(self.aux_layer_ids)}")
+        if self.decoder_type == "kimik2":
+            missing = [n for n in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+                       if not getattr(self, n)]  # fmt: skip
+            if missing:
+                raise CheckpointError(f"decoder_type kimik2 needs {', '.join(missing)} in the draft config")
+            if self.attention_bias:
+                raise CheckpointError("decoder_type kimik2 has no attention bias: no engine loads one; unset it")
+
+    @property
+    def num_aux(self) -> int:
+        """A, the number of captured layers."""
+        return len(self.aux_layer_ids)
+
+    @property
+    def fc_input_size(self) -> int:
+        """A·Ht, the width of the concatenated features."""
+        return self.num_aux * self.target_hidden_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotated part of a head."""
+        return int(self.qk_rope_head_dim) if self.decoder_type == "kimik2" else self.head_dim
+
+    @classmethod
+    def from_target(
+        cls, target_config, draft_vocab_size: int | None = None, aux_layer_ids=None, **overrides
+    ) -> DraftConfig:
+        """The head that suits a target: its width, heads, rotary base and norm epsilon, one layer.
+
+        Args:
+            target_config: a transformers configuration; wrappers with a ``text_config`` are looked through.
+            draft_vocab_size: Vd, default the target's whole vocabulary.
+            aux_layer_ids: canonical ids, default :func:`default_aux_layer_ids`.
+            **overrides: any field of this class.
+
+        Raises:
+            TargetError: sizes missing, too few layers for the default ids, ids out of range.
+        """
+        text = target_config.get_text_config() if hasattr(target_config, "get_text_config") else target_config
+
+        def read(name: str, default=None):
+            value = getattr(text, name, None)
+            return default if value is None else value
+
+        needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        missing = [name for name in needed if read(name) is None]
+        if missing:
+            raise TargetError(f"the target's configuration ({type(text).__name__}) does not say {', '.join(missing)}")
+        num_layers = int(text.num_hidden_layers)
+        ids = default_aux_layer_ids(num_layers) if aux_layer_ids is None else check_aux_layer_ids(
+            aux_layer_ids, num_layers)  # fmt: skip
+        target_hidden = int(text.hidden_size)
+        hidden = int(overrides.get("hidden_size") or target_hidden)
+        heads = int(overrides.get("num_attention_heads") or text.num_attention_heads)
+        theta, scaling = rope_of(text)
+        values: dict[str, Any] = dict(
+            hidden_size=hidden,
+            target_hidden_size=target_hidden,
+            intermediate_size=int(read("intermediate_size", 4 * hidden)),
+            num_attention_heads=heads,
+            num_key_value_heads=int(read("num_key_value_heads", heads)),
+            head_dim=int(read("head_dim", target_hidden // int(text.num_attention_heads))),
+            rms_norm_eps=float(read("rms_norm_eps", 1e-5)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=int(read("max_position_embeddings", 2048)),
+            vocab_size=int(text.vocab_size),
+            draft_vocab_size=int(draft_vocab_size or text.vocab_size),
+            aux_layer_ids=ids,
+            bos_token_id=read("bos_token_id"),
+            eos_token_id=read("eos_token_id"),
+            pad_token_id=read("pad_token_id"),
+            target_model_type=read("model_type"),
+        )
+        if overrides.get("decoder_type") == "kimik2":
+            for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+                values[name] = read(name)
+            values["num_key_value_heads"] = heads
+        values.update({name: value for name, value in overrides.items() if value is not None})
+        if values["num_attention_heads"] % values["num_key_value_heads"]:
+            values["num_key_value_heads"] = values["num_attention_heads"]
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        data = asdict(self)
+        data["aux_layer_ids"] = list(self.aux_layer_ids)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> DraftConfig:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            CheckpointError: a key that no field carries (with the nearest one that exists), or a missing size.
+        """
+        known = {f.name for f in fields(cls)}
+        for key in data:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                raise CheckpointError(
+                    f"unknown key {key!r} in the draft config" + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise CheckpointError(f"the draft config is incomplete: {error}") from error
+
+
+def rope_of(config) -> tuple[float, dict[str, Any] | None]:
+    """Rotary base and scaling of a transformers configuration, from either of its two layouts.
+
+    Returns:
+        ``(rope_theta, rope_scaling)``; the scaling is ``None`` for plain rotary embeddings. Where a target uses one
+        rotary table per attention type, the one of its full-attention layers is taken. A partial rotary factor of
+        the target is not taken over: the head rotates whole heads.
+    """
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = dict(parameters)
+    if parameters and all(value is None or isinstance(value, dict) for value in parameters.values()):
+        chosen = parameters.get("full_attention") or next((v for v in parameters.values() if v), {})
+        parameters = dict(chosen)
+    theta = parameters.pop("rope_theta", None)
+    if theta is None:
+        theta = getattr(config, "rope_theta", None)
+    if theta is None:
+        theta = getattr(config, "default_theta", 10000.0)
+    parameters.pop("partial_rotary_factor", None)
+    kind = parameters.pop("type", None)
+    parameters.setdefault("rope_type", kind or "default")
+    original = getattr(config, "original_max_position_embeddings", None)
+    if original is not None and parameters["rope_type"] in ("llama3", "yarn", "longrope"):
+        parameters["original_max_position_embeddings"] = original
+    return float(theta), None if parameters["rope_type"] == "default" else parameters

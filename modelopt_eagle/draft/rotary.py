@@ -1,0 +1,91 @@
+"""Rotary position embeddings with every scaling type that transformers knows, as one table of cosines and sines."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from modelopt_eagle.errors import CheckpointError
+
+from .config import DraftConfig
+
+
+def inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
+    """``([d/2] float32, factor)``: frequencies and the factor on cosines and sines.
+
+    The types whose frequencies follow the length (``dynamic``, ``longrope``) are fixed at the declared
+    ``max_position_embeddings``, as vLLM does, so that one table serves every request.
+
+    Raises:
+        CheckpointError: a type that transformers does not know, or one of its parameters missing.
+    """
+    dim = config.rotary_dim
+    if config.rope_scaling is None:
+        exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        return 1.0 / (config.rope_theta**exponent), 1.0
+    parameters = dict(config.rope_scaling)
+    kind = parameters.pop("type", None) or parameters.get("rope_type")
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise CheckpointError(f"rope type {kind!r} is unknown; transformers knows {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+    parameters["rope_type"] = kind
+    stand_in = PretrainedConfig()  # the table functions read a configuration
+    stand_in.hidden_size, stand_in.num_attention_heads = dim, 1
+    stand_in.head_dim = dim
+    stand_in.max_position_embeddings = config.max_position_embeddings
+    stand_in.rope_parameters = {**parameters, "rope_theta": config.rope_theta}
+    if kind in ("llama3", "yarn", "longrope"):
+        stand_in.rope_parameters.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
+            stand_in, torch.device("cpu"), seq_len=config.max_position_embeddings
+        )
+    except KeyError as error:
+        raise CheckpointError(f"rope type {kind!r} needs {error} in rope_scaling") from error
+    return frequencies.float(), float(factor)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines by position; the table grows by doubling and is never saved."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.frequencies, self.factor = inverse_frequencies(config)
+        self._cos = self._sin = torch.empty(0, config.rotary_dim // 2)
+
+    def forward(self, position_ids: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Look positions up.
+
+        Args:
+            position_ids: ``[...]`` int64.
+            length: a bound above every position, if the caller knows one (saves reading the maximum back).
+
+        Returns:
+            ``cos, sin`` ``[..., d/2]`` float32.
+        """
+        if length is None:
+            length = int(position_ids.max()) + 1 if position_ids.numel() else 1
+        if len(self._cos) < length or self._cos.device != position_ids.device:
+            size = max(1024, 1 << (length - 1).bit_length())
+            angle = torch.arange(size, dtype=torch.float32)[:, None] * self.frequencies[None]  # [L,d/2]
+            self._cos = (angle.cos() * self.factor).to(position_ids.device)
+            self._sin = (angle.sin() * self.factor).to(position_ids.device)
+        return self._cos[position_ids], self._sin[position_ids]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of a head's dimensions.
+
+    Args:
+        x: ``[..., heads, d]``.
+        cos, sin: ``[..., d/2]``.
+        interleaved: pairs are neighbours ``(0,1), (2,3), ...`` (DeepSeek) rather than halves ``(i, i + d/2)`` (Llama).
+            The interleaved result comes out as halves, the same for queries and keys, so products are unchanged.
+
+    Returns:
+        ``[..., heads, d]`` in the dtype of ``x``.
+    """
+    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)  # [...,1,d/2]
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)  # [...,heads,d/2] each
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
