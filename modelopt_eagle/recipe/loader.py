@@ -1,0 +1,175 @@
+"""Loading a recipe: a YAML file, then dotted overrides, typed by the schema, each value with its origin."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from modelopt_eagle.errors import RecipeError
+from modelopt_eagle.recipe.names import nearest, nearest_key, nearest_section
+from modelopt_eagle.recipe.schema import Recipe, accepted_types
+from modelopt_eagle.recipe.yaml_file import parse_value, read_yaml
+
+OVERRIDE = "override"
+
+
+def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe and apply overrides.
+
+    Args:
+        path: a YAML file, the name of a shipped recipe (``"quickstart"``), or None for the schema's defaults.
+        overrides: ``section.key=value`` strings; the value is YAML, then typed by the schema. Later ones win.
+            Keys below a mapping may be named: ``data.role_aliases.my_model=assistant``.
+
+    Returns:
+        The checked recipe, with ``recipe.origin`` filled.
+
+    Raises:
+        RecipeError: with file, line and key of every fault, and the nearest valid name.
+    """
+    content: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    if path is not None:
+        path = find_recipe(path)
+        content, lines = read_yaml(path)
+        places = {name: f"{path}:{line}" for name, line in lines.items()}
+    content = _with_sections(content, places)
+    origin = {
+        f"{section}.{key}": places.get(f"{section}.{key}", places.get(section, str(path)))
+        for section, body in content.items()
+        for key in body
+    }
+    texts: dict[str, str] = {}
+    for text in overrides:
+        name = _apply_override(content, text)
+        origin[name] = OVERRIDE
+        texts[name] = text
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(_explain(error, places, texts, path)) from None
+    recipe._origin = origin
+    return recipe
+
+
+def recipe_folder() -> Path:
+    """The folder of the shipped recipes."""
+    return Path(__file__).resolve().parents[2] / "recipes"
+
+
+def find_recipe(path: str | Path) -> Path:
+    """The file itself, or the shipped recipe of that name.
+
+    Raises:
+        RecipeError: neither exists; the message lists the shipped ones.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    shipped = {file.stem: file for file in sorted(recipe_folder().glob("*.yaml"))}
+    if str(path) in shipped:
+        return shipped[str(path)]
+    if path.is_dir():
+        raise RecipeError(f"{path}: expected a YAML file, found a folder")
+    near = nearest(path.stem, shipped)
+    hint = f"; nearest: {near}" if near else ""
+    raise RecipeError(f"{path}: no such recipe{hint} (shipped: {', '.join(shipped) or 'none here'})")
+
+
+def _with_sections(content: dict[str, Any], places: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The mapping with every known section a dict of its own (an empty section is no error)."""
+    result: dict[str, dict[str, Any]] = {}
+    for section, body in content.items():
+        where = places.get(str(section), "recipe")
+        if section not in Recipe.sections():
+            raise RecipeError(f"{where}: {_unknown_section(str(section))}")
+        if body is not None and not isinstance(body, dict):
+            raise RecipeError(f"{where}: expected keys below section {section!r}, found {body!r}")
+        result[section] = {str(key): copy.deepcopy(value) for key, value in (body or {}).items()}
+    return result
+
+
+def _apply_override(content: dict[str, dict[str, Any]], text: str) -> str:
+    """Write one override into the mapping; returns its ``section.key``."""
+    name, equals, raw = text.partition("=")
+    section, dot, rest = name.strip().partition(".")
+    key, *below = rest.split(".")
+    if not equals or not dot or not key or not all(below):
+        near = nearest_key(None, name.strip()) if not dot and section not in Recipe.sections() else None
+        hint = f"; nearest valid name: {near}" if near else ""
+        raise RecipeError(f"override {text!r}: expected section.key=value{hint}")
+    if section not in Recipe.sections():
+        near = nearest_key(None, rest)
+        hint = f"; nearest valid name: {near}" if near else ""
+        raise RecipeError(f"override {text!r}: {_unknown_section(section)}{hint}")
+    body = content.setdefault(section, {})
+    if key not in Recipe.sections()[section].model_fields:
+        raise RecipeError(f"override {text!r}: {_unknown_key(section, key)}")
+    kinds = accepted_types(Recipe.sections()[section].model_fields[key].annotation)
+    value = parse_value(raw)
+    if below:
+        if dict not in kinds:
+            raise RecipeError(f"override {text!r}: {section}.{key} has no keys below it; write {section}.{key}=VALUE")
+        inner = body[key] = dict(body.get(key) or {})
+        for part in below[:-1]:
+            inner[part] = dict(inner.get(part) or {})
+            inner = inner[part]
+        inner[below[-1]] = value
+    else:
+        is_text = str in kinds and not isinstance(value, (str, list, dict, type(None)))
+        body[key] = raw.strip() if is_text else value
+    return f"{section}.{key}"
+
+
+def _explain(error: ValidationError, places: dict[str, str], texts: dict[str, str], path: Path | None) -> str:
+    """All faults of a recipe, one a line: where, which key, what was expected, found, and meant."""
+    faults: dict[str, list[str]] = {}
+    for fault in error.errors(include_url=False):
+        name = ".".join(str(part) for part in fault["loc"][:2])
+        section = name.split(".")[0]
+        if name in texts:
+            where = f"override {texts[name]!r}: "
+        elif name in places or section in places:
+            where = f"{places.get(name) or places[section]}: {name}: "
+        else:
+            where = f"{path}: {name}: " if path is not None and name else (f"{name}: " if name else "")
+        said = faults.setdefault(where, [])
+        message = _fault_message(fault)
+        if message not in said:
+            said.append(message)
+    return "\n".join(where + "; or ".join(said) for where, said in faults.items())
+
+
+def _fault_message(fault: dict[str, Any]) -> str:
+    kind, found = fault["type"], fault.get("input")
+    if kind == "extra_forbidden":
+        section, key = (str(part) for part in fault["loc"][:2])
+        return _unknown_key(section, key)
+    if kind == "literal_error":
+        choices = fault["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        near = nearest(str(found), choices)
+        hint = f"; nearest valid value: {near}" if near else ""
+        return f"expected one of {', '.join(choices)}, found {found!r}{hint}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if kind == "value_error" and ("found" in message or isinstance(found, dict)):
+        return message
+    message = message.replace("Input should be", "expected").replace("a valid i", "an i").replace("a valid", "a")
+    hint = "; write null for no value" if isinstance(found, str) and found.lower() in ("none", "nil") else ""
+    hint = hint or ("; put it in quotes" if kind == "string_type" and isinstance(found, (int, float)) else "")
+    return f"{message}, found {found!r}{hint}"
+
+
+def _unknown_section(section: str) -> str:
+    near = nearest_section(section)
+    hint = f"; nearest: {near}" if near else ""
+    return f"unknown section {section!r}{hint} (sections: {', '.join(Recipe.sections())})"
+
+
+def _unknown_key(section: str, key: str) -> str:
+    near = nearest_key(section, key)
+    hint = f"; nearest valid name: {near.removeprefix(section + '.')}" if near else "; see docs/recipes.md"
+    return f"unknown key {key!r} in section {section!r}{hint}"
