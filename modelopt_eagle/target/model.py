@@ -1,0 +1,207 @@
+"""``Target``: a frozen causal language model with its parts at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from modelopt_eagle.errors import TargetError
+from modelopt_eagle.target import identity
+from modelopt_eagle.target.capture import LayerCapture, check_layer_ids, default_layer_ids
+from modelopt_eagle.target.head import TargetHead
+from modelopt_eagle.target.parts import find_parts
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """Features of one batch, in the target's dtype.
+
+    ``aux_hidden`` [B, S, A·Ht]: outputs of the auxiliary layers, ascending; ``final_hidden`` [B, S, Ht]: after the
+    final norm. Values at padded positions are meaningless.
+    """
+
+    aux_hidden: torch.Tensor
+    final_hidden: torch.Tensor
+
+
+class Target:
+    """A frozen target in evaluation mode.
+
+    Attributes:
+        model: the transformers model; no parameter requires a gradient.
+        config: its text config.
+        tokenizer: with the chat template in effect; None if the model has none.
+        embedding: plain ``nn.Embedding`` [V, Ht] over the token table, without the scaling some models apply after
+            it, as engines hand the bare table to the draft.
+        layers, final_norm: the decoder layers and the norm after them.
+        lm_head_weight: [V, Ht].
+        head: ``TargetHead``, post-norm hidden states to logits.
+        num_layers, hidden_size (Ht), vocab_size (V), name, device, dtype.
+
+    Args:
+        model: a transformers causal language model, or a wrapper with one inside.
+        tokenizer: its tokenizer or None.
+        name: name to show and to record.
+        source: local folder that the weights came from, for the fingerprint.
+        revision: commit hash on the hub; without it a fingerprint of the content is used.
+
+    Raises:
+        TargetError: a part of the model was not found.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer, *, name: str, source=None, revision: str | None = None):
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config(decoder=True)
+        self.tokenizer = tokenizer
+        self.name = name
+        self._source = None if source is None else Path(source)
+        self._revision = revision
+        self.parts = find_parts(model, self.config)
+        self.layers, self.final_norm = self.parts.layers, self.parts.final_norm
+        table = self._materialised("embedding", self.parts.embedding.weight)
+        self.embedding = nn.Embedding.from_pretrained(table, freeze=True)
+        self.lm_head_weight = self._materialised("output head", self.parts.head.weight)
+        self.head = TargetHead.from_config(self.config, self.lm_head_weight, getattr(self.parts.head, "bias", None))
+        self.num_layers = len(self.layers)
+        self.hidden_size = self.config.hidden_size
+        self.vocab_size = self.lm_head_weight.shape[0]
+        self._final_checked = False
+
+    def __repr__(self) -> str:
+        return f"Target({self.name!r}, {self.num_layers} layers of {self.hidden_size}, {self.vocab_size} tokens)"
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in: the device of the embedding."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the embedding, and of the features."""
+        return self.embedding.weight.dtype
+
+    def default_aux_layer_ids(self) -> tuple[int, ...]:
+        """EAGLE-3's three layers of this target; see ``capture.default_layer_ids``. TargetError below 6 layers."""
+        return default_layer_ids(self.num_layers)
+
+    def capture(self, aux_layer_ids: Sequence[int] | None = None) -> LayerCapture:
+        """Hooks as a context manager: each forward of the model inside fills ``.aux_hidden`` [B, S, A·Ht].
+
+        Raises:
+            TargetError: ids repeated or out of range; no ids and fewer than 6 layers.
+        """
+        ids = self.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        return LayerCapture(self.parts.backbone, self.layers, check_layer_ids(ids, self.num_layers), self.hidden_size)
+
+    @torch.no_grad()
+    def features(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        aux_layer_ids: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        """Run the backbone, without its output head.
+
+        Args:
+            input_ids: [B, S] int64.
+            attention_mask: [B, S], 1 at real tokens; None: no padding. Rows padded on the left get positions that
+                count from their first real token, as in ``generate``.
+            aux_layer_ids: ids of the captured layers, 0-based outputs; None: the default three.
+
+        Raises:
+            TargetError: bad layer ids, or a backbone whose output is not that of its final norm.
+        """
+        arguments = {"input_ids": input_ids.to(self.device), "use_cache": False}
+        if attention_mask is not None:
+            mask = attention_mask.to(self.device)  # [B,S]
+            arguments["attention_mask"] = mask
+            if not bool(mask[:, 0].all()):
+                arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)  # [B,S]
+        with self.capture(aux_layer_ids) as captured:
+            final_hidden = self._run_backbone(arguments)  # [B,S,Ht]
+        return TargetOutput(captured.aux_hidden.to(final_hidden.device), final_hidden)
+
+    def logits(self, final_hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of post-norm hidden states [..., Ht]."""
+        return self.head(final_hidden)
+
+    @torch.no_grad()
+    def check_parity(self, input_ids: torch.Tensor) -> None:
+        """Compare the logits rebuilt from ``features`` with the model's own on a sample of token ids [B, S].
+
+        The argmax must agree at every position (a tie within rounding aside) and so must the values, as the
+        distillation loss depends on their scale.
+
+        Raises:
+            TargetError: they differ; the message says where and by how much.
+        """
+        input_ids = input_ids.to(self.device)
+        own = self.model(input_ids=input_ids, use_cache=False).logits.float()  # [B,S,V]
+        layer = [self.num_layers - 1]
+        rebuilt = self.logits(self.features(input_ids, None, layer).final_hidden).to(own.device).float()  # [B,S,V]
+        tolerance = (1e-4 if self.lm_head_weight.dtype == torch.float32 else 3e-2) * float(own.abs().max())
+        chosen = rebuilt.argmax(-1, keepdim=True)  # [B,S,1]
+        behind = own.max(-1).values - own.gather(-1, chosen).squeeze(-1)  # [B,S] what the choice costs in own logits
+        wrong = behind > tolerance
+        difference = float((own - rebuilt).abs().max())
+        if not bool(wrong.any()) and difference <= tolerance:
+            return
+        raise TargetError(
+            f"{self.name}: teacher parity broken: logits rebuilt from the post-norm hidden state and the output head "
+            f"should equal the model's own; {int(wrong.sum())} of {wrong.numel()} argmax tokens differ, the largest "
+            f"difference is {difference:.3g} (allowed {tolerance:.3g}). Contract: norm "
+            f"'{self.parts.names['final_norm']}', head '{self.parts.names['head']}', scale {self.head.scale:g}, cap "
+            f"{self.head.cap}. A model that changes its logits in another way after its head is not supported."
+        )
+
+    def identity(self) -> dict:
+        """What features of this target are recorded with: model, revision, tokenizer_hash, template_hash and sizes."""
+        if self._revision is None:
+            if self._source is not None:
+                self._revision = identity.folder_fingerprint(self._source)
+            else:
+                self._revision = identity.memory_fingerprint(self.config, self.embedding.weight, self.lm_head_weight)
+        return {
+            "model": self.name if self._source is None else identity.local_name(self._source),
+            "revision": self._revision,
+            "tokenizer_hash": identity.tokenizer_hash(self.tokenizer),
+            "template_hash": identity.template_hash(self.tokenizer),
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "vocab_size": self.vocab_size,
+        }
+
+    def _run_backbone(self, arguments: dict) -> torch.Tensor:
+        """The backbone's last hidden state [B,S,Ht]; at the first call it is compared with the final norm's output."""
+        normed: list[torch.Tensor] = []
+        handle = None
+        if not self._final_checked:
+            handle = self.final_norm.register_forward_hook(lambda module, inputs, output: normed.append(output))
+        try:
+            final_hidden = self.parts.backbone(**arguments)[0]  # [B,S,Ht]
+        finally:
+            if handle is not None:
+                handle.remove()
+        if handle is not None:
+            if not normed or normed[-1].shape != final_hidden.shape or not torch.equal(normed[-1], final_hidden):
+                raise TargetError(
+                    f"{self.name}: expected the last hidden state of '{self.parts.names['backbone'] or 'the model'}' "
+                    f"to be the output of its final norm '{self.parts.names['final_norm']}'; it is not, so the "
+                    "teacher's logits cannot be rebuilt. This model family is not supported."
+                )
+            self._final_checked = True
+        return final_hidden
+
+    def _materialised(self, what: str, weight: torch.Tensor) -> torch.Tensor:
+        """The weight, after checking that it lies in memory as floating-point numbers."""
+        if weight.is_meta or not weight.is_floating_point():
+            state = "offloaded to another place" if weight.is_meta else f"stored as {weight.dtype}"
+            raise TargetError(
+                f"{self.name}: the {what} must be a floating-point table in memory, found it {state}; "
+                "choose a device with room for the model, or a checkpoint that leaves this table unquantised"
+            )
+        return weight.detach()
