@@ -1,16 +1,16 @@
 """Typed recipes: ``load_recipe``, the schema, and the resolved recipe of a run."""
 
 from modelopt_eagle.recipe.arguments import add_recipe_arguments, recipe_from_arguments
+from modelopt_eagle.recipe.launch import train_parser, train_recipe
 from modelopt_eagle.recipe.loader import find_recipe, load_recipe
+from modelopt_eagle.recipe.outcome import ExportSection, ValidationSection
 from modelopt_eagle.recipe.resolved import dump_resolved, resolved_text, same_recipe
 from modelopt_eagle.recipe.schema import (
     DataSection,
     EagleSection,
-    ExportSection,
     ModelSection,
     Recipe,
     TrainingSection,
-    ValidationSection,
 )
 
 __all__ = [
@@ -28,4 +28,6 @@ __all__ = [
     "recipe_from_arguments",
     "resolved_text",
     "same_recipe",
+    "train_parser",
+    "train_recipe",
 ]

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe.names import nearest, nearest_key, nearest_section
-from modelopt_eagle.recipe.schema import Recipe, accepted_types
+from modelopt_eagle.recipe.schema import Recipe
+from modelopt_eagle.recipe.section import accepted_types
 from modelopt_eagle.recipe.yaml_file import parse_value, read_yaml
 
 OVERRIDE = "override"

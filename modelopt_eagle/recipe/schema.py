@@ -7,44 +7,14 @@ are refused. An option stands here only because something reads it.
 from __future__ import annotations
 
 import re
-import types
-import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from modelopt_eagle.recipe.bounds import check_tree_shape, default_tree_nodes, need
-
-Positive = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-LayerId = Annotated[int, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """Base of the recipe's sections: unknown keys are errors, assignments are checked, booleans are not numbers."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False, protected_namespaces=())
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and bool not in accepted_types(cls.model_fields[info.field_name].annotation):
-            raise ValueError("expected a value that is not a boolean")
-        return value
-
-
-def accepted_types(annotation: Any) -> set[Any]:
-    """The plain types inside an annotation: ``str | list[str] | None`` gives ``{str, list, NoneType}``."""
-    origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return set().union(*(accepted_types(part) for part in typing.get_args(annotation)))
-    if origin is Annotated:
-        return accepted_types(typing.get_args(annotation)[0])
-    if origin is Literal:
-        return {type(choice) for choice in typing.get_args(annotation)}
-    return {origin or annotation}
+from modelopt_eagle.recipe.bounds import need
+from modelopt_eagle.recipe.outcome import ExportSection, ValidationSection
+from modelopt_eagle.recipe.section import LayerId, Positive, PositiveFloat, Section, Share
 
 
 class ModelSection(Section):
@@ -295,96 +265,6 @@ class EagleSection(Section):
             f"init: target copies weights of the target's sizes: remove {', '.join(own_sizes)}, or set init: random",
         )
         return self
-
-
-class ValidationSection(Section):
-    """How the acceptance length is measured after training."""
-
-    prompts: str = Field(
-        "shipped",
-        min_length=1,
-        description="Prompts to decode: `shipped` (80 in the 8 MT-Bench categories) or a JSONL file, ours or MT-Bench's "
-        "`question.jsonl`.",
-    )
-    dataset: str | None = Field(None, description="`mt_bench` or another hub data set of prompts, in place of a file.")
-    num_samples: Positive | None = Field(
-        None, description="Prompts used, spread over the categories; null: all of them."
-    )
-    num_steps: Annotated[int, Field(ge=1, le=64)] = Field(3, description="Drafted tokens of a chain.")
-    max_new_tokens: Positive = Field(256, description="Tokens generated for each prompt.")
-    batch_size: Positive = Field(8, description="Prompts decoded together.")
-    mode: Literal["chain", "tree"] = Field("chain", description="Draft a chain, or a dynamic tree.")
-    topk: int | None = Field(
-        None, description="Branching factor T of the tree; required with mode tree, an error without."
-    )
-    depth: Positive | None = Field(None, description="Depth D of the tree; null: `num_steps`.")
-    num_nodes: int | None = Field(
-        None, description="Nodes N of the tree with its root, from D+1 to 1+T+T²(D-1); null: T·D+1, at most that."
-    )
-    speedup_prompts: Annotated[int, Field(ge=0)] = Field(
-        8, description="Prompts on which the wall-clock speed-up over plain decoding is measured; 0: not measured."
-    )
-    ar_lower_bound: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="Exit with an error if the acceptance length is lower."
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="Seed of the confidence interval's bootstrap.")
-
-    @model_validator(mode="after")
-    def _prompts_and_tree(self) -> ValidationSection:
-        need(
-            self.dataset is None or self.prompts == "shipped",
-            "prompts and dataset both name the prompts: set one of them (prompts: shipped, or dataset: null)",
-        )
-        check_tree_shape(self.mode, self.topk, self.tree_depth if self.mode == "tree" else self.depth, self.num_nodes)
-        return self
-
-    @property
-    def tree_depth(self) -> int:
-        """Depth D of the tree drafted in mode tree."""
-        return self.num_steps if self.depth is None else self.depth
-
-    @property
-    def tree_nodes(self) -> int | None:
-        """Nodes N of the tree with its root; None in mode chain."""
-        if self.mode == "chain":
-            return None
-        return default_tree_nodes(self.topk, self.tree_depth) if self.num_nodes is None else self.num_nodes
-
-
-class ExportSection(Section):
-    """The folder that engines load."""
-
-    path: str | None = Field(None, description="Folder of the exported head; null: `export` in the output folder.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Numbers of the exported weights; `auto` is the target's."
-    )
-    layer_names: Literal["midlayer", "layers"] = Field(
-        "midlayer",
-        description="Tensor names of a one-layer head: `midlayer.*` is read by all three engines. Heads of more layers "
-        "are always written as `layers.N.*`.",
-    )
-    rope_scaling: dict[str, Any] | None = Field(
-        None,
-        description="Rope scaling written into the exported config, such as `{rope_type: yarn, factor: 4.0}`; "
-        "null: what was trained with.",
-    )
-    overwrite: bool = Field(False, description="Replace an export folder that exists; it is replaced whole.")
-    push_to_hub: str | None = Field(None, description="Hub repository (`owner/name`) to upload the export to.")
-
-    @field_validator("rope_scaling")
-    @classmethod
-    def _scaling_has_a_type(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        need(value is None or "rope_type" in value, "expected the key rope_type in rope_scaling (such as yarn)")
-        return value
-
-    @field_validator("push_to_hub")
-    @classmethod
-    def _repository_has_an_owner(cls, value: str | None) -> str | None:
-        need(
-            value is None or re.fullmatch(r"[\w.-]+/[\w.-]+", value),
-            f"expected a hub repository as owner/name, found {value!r}",
-        )
-        return value
 
 
 class Recipe(Section):

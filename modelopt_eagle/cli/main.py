@@ -1,0 +1,92 @@
+"""``modelopt-eagle SUBCOMMAND``: finds the command's file in this folder and runs its ``main(argv)``.
+
+A sub-command is a file ``cli/my_command.py`` with a docstring, whose first line is its help, and a function
+``main(argv: list[str] | None = None) -> int | None`` that returns the exit code. ``scripts/*.py`` are two lines:
+``from modelopt_eagle.cli.main import run_script`` and ``run_script("my_command")``.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from modelopt_eagle.errors import EagleError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the ``modelopt-eagle`` command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else BAD_INPUT
+    if argv[0] in ("-V", "--version"):
+        from modelopt_eagle import __version__
+
+        print(f"modelopt_eagle {__version__}")
+        return 0
+    commands = available_commands()
+    name = argv[0].replace("_", "-")
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        print(f"error: no such command: {argv[0]}{hint}\n\n{usage()}", file=sys.stderr)
+        return BAD_INPUT
+    return run_command(name.replace("-", "_"), argv[1:])
+
+
+def run_command(module_name: str, argv: list[str] | None = None) -> int:
+    """Run ``modelopt_eagle.cli.<module_name>.main(argv)``.
+
+    Returns:
+        Its exit code; 2 after an ``EagleError``, printed without a traceback; 130 after Ctrl-C. Other exceptions are
+        faults of the toolkit and keep their traceback.
+    """
+    try:
+        return importlib.import_module(f"modelopt_eagle.cli.{module_name}").main(argv) or 0
+    except EagleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (``... | head``); keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def run_script(module_name: str) -> NoReturn:
+    """Run a command as a script and leave with its exit code."""
+    sys.exit(run_command(module_name))
+
+
+def available_commands() -> dict[str, str]:
+    """Command name → first line of its docstring, found without importing anything."""
+    commands = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        if file.stem != "main" and not file.stem.startswith("_"):
+            doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            commands[file.stem.replace("_", "-")] = doc.partition("\n")[0]
+    return commands
+
+
+def usage() -> str:
+    """The list of commands."""
+    commands = available_commands()
+    width = max(map(len, commands), default=0)
+    lines = [f"  {name:<{width}}  {help_line}" for name, help_line in commands.items()]
+    return "\n".join(
+        ["usage: modelopt-eagle COMMAND [OPTIONS]   (modelopt-eagle COMMAND --help for its options)", "", *lines]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The flags of ``train_eagle3_and_export.sh``, and the recipe that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+
+from modelopt_eagle.recipe.arguments import add_recipe_arguments, recipe_from_arguments
+from modelopt_eagle.recipe.schema import Recipe
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """The command line of train-and-export; parse with ``parse_intermixed_args``."""
+    parser = argparse.ArgumentParser(
+        prog="train_eagle3_and_export.sh",
+        description="Train an EAGLE-3 head, measure its acceptance length and export it. Without arguments: the "
+        "bundled quick-start target and conversations.",
+        epilog="The script's own flags: --python-env current uses the active Python environment instead of .venv.",
+    )
+    parser.add_argument("--base_model", metavar="NAME", help="the target: hub id, local folder, GGUF file, quickstart")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="conversations, .jsonl")
+    parser.add_argument("--offline_data", metavar="DIR", help="train from dumped features instead")
+    parser.add_argument("--output_dir", metavar="DIR", help="checkpoints, report and export (under ckpts/)")
+    parser.add_argument("--dry_run", action="store_true", help="everything up to the first step, train nothing")
+    add_recipe_arguments(parser)
+    return parser
+
+
+def train_recipe(argv: list[str] | None = None) -> Recipe:
+    """The recipe of a train-and-export command line.
+
+    Without ``--recipe``, the quick start is run for the bundled target, ``eagle3`` for another one and
+    ``eagle3_offline`` with ``--offline_data``. Flags win over the file, overrides over flags.
+
+    Raises:
+        RecipeError: as ``load_recipe``.
+    """
+    args = train_parser().parse_intermixed_args(argv)
+    # ``--data a.jsonl section.key=value``: argparse gives all of it to --data.
+    if args.data is not None:
+        args.overrides = [text for text in args.data if _is_override(text)] + args.overrides
+        args.data = [text for text in args.data if not _is_override(text)] or None
+    if args.recipe is None:
+        args.recipe = _default_recipe(args)
+    flags = [
+        ("model.base_model", args.base_model),
+        ("data.train_path", args.data if args.data is None or len(args.data) > 1 else args.data[0]),
+        ("data.offline_data_path", args.offline_data),
+        ("training.output_dir", args.output_dir),
+        ("training.dry_run", True if args.dry_run else None),
+    ]
+    return recipe_from_arguments(args, flags)
+
+
+def _default_recipe(args: argparse.Namespace) -> str:
+    if args.offline_data is not None or _overridden(args, "data.offline_data_path"):
+        return "eagle3_offline"
+    if _overridden(args, "data.streaming_server_url"):
+        return "eagle3_streaming"
+    other = args.base_model not in (None, "quickstart") or _overridden(args, "model.base_model")
+    return "eagle3" if other else "quickstart"
+
+
+def _overridden(args: argparse.Namespace, name: str) -> bool:
+    return any(text.startswith(f"{name}=") for text in args.overrides)
+
+
+def _is_override(text: str) -> bool:
+    """Whether a word names a section's key rather than a file."""
+    name, equals, _ = text.partition("=")
+    return bool(equals) and name.partition(".")[0] in Recipe.sections() and "/" not in name
