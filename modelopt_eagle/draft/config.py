@@ -16,7 +16,8 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
     """The three layers whose outputs a head reads by default: ``1, n//2 - 1, n - 4`` (output of layer k, 0-based).
 
     Source: EAGLE-3 release and the serving engines' own defaults, which name the same tensors as layer inputs
-    ``2, n//2, n - 3``.
+    ``2, n//2, n - 3``. At n = 6 the last two would be the same layer, which vLLM captures only once; there the third
+    id is one higher.
 
     Raises:
         TargetError: fewer than six layers, where the three would coincide or fall outside.
@@ -26,7 +27,8 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
             f"the default auxiliary layers need a target of at least {MIN_LAYERS_FOR_DEFAULT} layers, this one has "
             f"{num_layers}: name them yourself with eagle.aux_layer_ids=[...] (output of layer k, 0-based)"
         )
-    return (1, num_layers // 2 - 1, num_layers - 4)
+    middle = num_layers // 2 - 1
+    return (1, middle, max(num_layers - 4, middle + 1))
 
 
 def check_aux_layer_ids(ids, num_layers: int) -> tuple[int, ...]:

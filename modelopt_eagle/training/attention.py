@@ -1,0 +1,167 @@
+"""Attention of a rollout step: the causal keys of step 0, merged with the few keys of the anchor's own column.
+
+At step ``k`` anchor ``i`` sees the step-0 rows ``j <= i`` of its document and its own rows of steps ``1..k``. That is
+one softmax over two groups of keys. :func:`column_attention` works through the queries in chunks, each against the
+one slice of step-0 keys that it can see, and keeps only the output and the log-sum-exp for the backward pass, so
+nothing of size S x S exists. :func:`dense_column_attention` is the plain reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_QUERIES = 256
+MAX_SCORES = 1 << 18
+"""Most query-key pairs of one chunk and head: bounds the scratch memory whatever the length."""
+
+
+@dataclass(frozen=True)
+class QueryPlan:
+    """Which step-0 keys each query sees: the flat range ``[start, row]``.
+
+    Attributes:
+        rows: ``[n]`` int64 flat index of each anchor, ascending.
+        starts: ``[n]`` int64 flat index of the first token of its document.
+        chunks: ``(first query, last query + 1, first key, last key + 1)`` for each chunk.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    chunks: tuple[tuple[int, int, int, int], ...]
+
+    @classmethod
+    def make(cls, rows: Tensor, starts: Tensor) -> QueryPlan:
+        """Cut the queries into chunks of at most ``MAX_QUERIES`` rows and ``MAX_SCORES`` pairs."""
+        ends, begins = rows.tolist(), starts.tolist()
+        chunks: list[tuple[int, int, int, int]] = []
+        first = 0
+        while first < len(ends):
+            last = first + 1
+            while (
+                last < len(ends)
+                and last - first < MAX_QUERIES
+                and (last + 1 - first) * (ends[last] + 1 - begins[first]) <= MAX_SCORES
+            ):
+                last += 1
+            chunks.append((first, last, begins[first], ends[last - 1] + 1))
+            first = last
+        return cls(rows, starts, tuple(chunks))
+
+    def mask(self, first: int, last: int, low: int, high: int) -> Tensor:
+        """``[queries, keys]`` bool of one chunk: true where the key is seen."""
+        keys = torch.arange(low, high, device=self.rows.device)  # [m]
+        return (keys >= self.starts[first:last, None]) & (keys <= self.rows[first:last, None])
+
+
+class _ColumnAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float):
+        n, heads, _ = q.shape
+        groups = keys.shape[1]
+        out = q.new_empty(n, heads, values.shape[-1])  # [n,h,dv]
+        lse = q.new_empty(n, heads, dtype=torch.float32)  # [n,h]
+        for first, last, low, high in plan.chunks:
+            logits, column = _chunk_logits(q, keys, column_keys, plan, scale, (first, last, low, high))
+            both = torch.cat((logits, column), dim=-1)  # [g,r,c,m+k]
+            total = both.logsumexp(dim=-1, keepdim=True)  # [g,r,c,1]
+            weights = (both - total).exp().to(q.dtype)
+            result = weights[..., : high - low].flatten(1, 2) @ values[low:high].transpose(0, 1)  # [g,r*c,dv]
+            result = result.unflatten(1, (heads // groups, last - first))  # [g,r,c,dv]
+            if column.shape[-1]:
+                result = result + torch.einsum("grck,ckgd->grcd", weights[..., high - low :], column_values[first:last])
+            out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
+            lse[first:last] = total[..., 0].permute(2, 0, 1).flatten(1, 2)
+        ctx.save_for_backward(q, keys, values, column_keys, column_values, out, lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, keys, values, column_keys, column_values, out, lse = ctx.saved_tensors
+        heads, groups, scale = q.shape[1], keys.shape[1], ctx.scale
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
+        grad_ck, grad_cv = torch.empty_like(column_keys), torch.empty_like(column_values)
+        # D of the softmax's backward pass, one number a query and head, over both groups of keys at once
+        delta = (grad.float() * out.float()).sum(-1)  # [n,h]
+        for first, last, low, high in ctx.plan.chunks:
+            logits, column = _chunk_logits(q, keys, column_keys, ctx.plan, scale, (first, last, low, high))
+            total = _by_group(lse[first:last, :, None], groups)  # [g,r,c,1]
+            offset = _by_group(delta[first:last, :, None], groups)  # [g,r,c,1]
+            upstream = _by_group(grad[first:last], groups)  # [g,r,c,dv]
+            queries = _by_group(q[first:last], groups)  # [g,r,c,dk]
+            weights = (logits - total).exp()  # [g,r,c,m]
+            slice_v = values[low:high].transpose(0, 1)  # [g,m,dv]
+            flat_up, flat_q = upstream.flatten(1, 2), queries.flatten(1, 2)  # [g,r*c,d]
+            grad_v[low:high] += (weights.flatten(1, 2).to(q.dtype).transpose(1, 2) @ flat_up).transpose(0, 1)
+            score = (flat_up @ slice_v.transpose(1, 2)).float().unflatten(1, weights.shape[1:3])  # [g,r,c,m]
+            score = (weights * (score - offset) * scale).to(q.dtype).flatten(1, 2)  # [g,r*c,m]
+            grad_k[low:high] += (score.transpose(1, 2) @ flat_q).transpose(0, 1)
+            result = (score @ keys[low:high].transpose(0, 1)).unflatten(1, weights.shape[1:3])  # [g,r,c,dk]
+            if column.shape[-1]:
+                weights = (column - total).exp()  # [g,r,c,k]
+                score = torch.einsum("grcd,ckgd->grck", upstream, column_values[first:last]).float()
+                score = (weights * (score - offset) * scale).to(q.dtype)  # [g,r,c,k]
+                result = result + torch.einsum("grck,ckgd->grcd", score, column_keys[first:last])
+                grad_ck[first:last] = torch.einsum("grck,grcd->ckgd", score, queries)
+                grad_cv[first:last] = torch.einsum("grck,grcd->ckgd", weights.to(q.dtype), upstream)
+            grad_q[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
+        return grad_q, grad_k, grad_v, grad_ck, grad_cv, None, None
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """``[c, heads, d] -> [groups, heads // groups, c, d]``."""
+    return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+
+
+def _chunk_logits(q, keys, column_keys, plan, scale, chunk) -> tuple[Tensor, Tensor]:
+    """Scaled scores of one chunk in float32: ``[g,r,c,m]`` for the step-0 keys (masked), ``[g,r,c,k]`` for the column."""
+    first, last, low, high = chunk
+    groups = keys.shape[1]
+    queries = _by_group(q[first:last], groups)  # [g,r,c,dk]
+    logits = queries.flatten(1, 2) @ keys[low:high].permute(1, 2, 0)  # [g,r*c,m]
+    logits = logits.unflatten(1, queries.shape[1:3]).float() * scale
+    logits = logits.masked_fill(~plan.mask(first, last, low, high), float("-inf"))
+    column = torch.einsum("grcd,ckgd->grck", queries, column_keys[first:last]).float() * scale
+    return logits, column
+
+
+def column_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    column_keys: Tensor,
+    column_values: Tensor,
+    plan: QueryPlan,
+    scale: float,
+) -> Tensor:
+    """One softmax over the visible step-0 keys and the anchor's own column.
+
+    Args:
+        q: ``[n, heads, dk]`` queries of the anchors.
+        keys, values: ``[N, kv_heads, dk]``, ``[N, kv_heads, dv]`` of step 0, all tokens.
+        column_keys, column_values: ``[n, k, kv_heads, dk]``, ``[n, k, kv_heads, dv]`` of the anchor's steps 1..k; k may be 0.
+        plan: which keys each query sees.
+        scale: factor on ``q·k``.
+
+    Returns:
+        ``[n, heads, dv]``. Scores and softmax are float32 whatever the inputs.
+    """
+    return _ColumnAttention.apply(q, keys, values, column_keys, column_values, plan, scale)
+
+
+def dense_column_attention(q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float) -> Tensor:
+    """Plain reference of :func:`column_attention`: every score at once, gradients by autograd."""
+    repeat = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)  # [N,h,d]
+    column_keys = column_keys.repeat_interleave(repeat, 2)  # [n,k,h,d]
+    column_values = column_values.repeat_interleave(repeat, 2)
+    logits = torch.einsum("nhd,mhd->nhm", q, keys) * scale  # [n,h,N]
+    logits = logits.masked_fill(~plan.mask(0, len(q), 0, len(keys))[:, None], float("-inf"))
+    column = torch.einsum("nhd,nkhd->nhk", q, column_keys) * scale  # [n,h,k]
+    weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)  # [n,h,N+k]
+    seen = torch.einsum("nhm,mhd->nhd", weights[..., : len(keys)], values)
+    return seen + torch.einsum("nhk,nkhd->nhd", weights[..., len(keys) :], column_values)

@@ -1,0 +1,357 @@
+"""The decayed distillation loss, fused with the two heads.
+
+For anchor ``i`` and step ``k`` the teacher is ``p``: the target's distribution at token ``j = i + 1 + k``, restricted
+to the draft vocabulary and renormalised; ``q`` is the head's softmax. The loss is the sum over steps of
+``weight^k · (Σ counted −Σ_v p_v log q_v) / normaliser_k``.
+
+The work runs over chunks of teacher positions ``j``: the teacher's row is computed once and serves all K steps,
+logits live for one chunk, and their gradient is taken on the spot, so ``[B, S, V]`` never exists and nothing of size
+``[n, Vd]`` survives the chunk. :mod:`modelopt_eagle.training.reference` holds the same loss in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.draft import EagleModule
+
+from .rollout import Documents, RolloutOutput, counted_anchors
+
+CHUNK = 512
+"""Teacher positions a chunk."""
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a published trainer counts, weighs and normalises (table in ``docs/design.md``).
+
+    Attributes:
+        decay: default step weight base.
+        in_vocab_only: positions whose teacher argmax lies outside the draft vocabulary are dropped.
+        subtract_entropy: report KL rather than cross-entropy (the gradient is the same).
+        normaliser: ``counted`` (number of counted positions), ``mask`` (the same plus 1e-5) or ``all`` (B·S).
+    """
+
+    decay: float
+    in_vocab_only: bool
+    subtract_entropy: bool
+    normaliser: str
+
+
+CONVENTIONS = {
+    "served": Convention(0.9, False, False, "counted"),
+    "modelopt": Convention(0.9, False, False, "mask"),
+    "eagle": Convention(0.8, True, False, "all"),
+    "speculators": Convention(1.0, False, True, "mask"),
+}
+
+
+@dataclass
+class LossOutput:
+    """Result of :func:`distillation_loss`.
+
+    Attributes:
+        loss: scalar, differentiable.
+        per_step: ``[K]`` loss of each step, undecayed, detached.
+        valid_counts: ``[K]`` int64 counted positions.
+        top1_hits: ``[K]`` int64 counted positions where the head's argmax, mapped to the target's vocabulary, is the
+            target's argmax over its full vocabulary.
+    """
+
+    loss: Tensor
+    per_step: Tensor
+    valid_counts: Tensor
+    top1_hits: Tensor
+
+
+@dataclass
+class Teacher:
+    """Where the target's rows come from, one chunk of flat token positions at a time.
+
+    Attributes:
+        logits: ``[N, V]``, or ``None``.
+        hidden: ``[N, Ht]`` final hidden states after the norm, read when ``logits`` is ``None``.
+        rows: ``[Vd, Ht]`` the target's lm_head at the draft vocabulary.
+        lm_head: ``[V, Ht]``, read only for a top-1 that nobody supplied.
+        transform: what the target does to its logits after the product (bias, scale, soft cap): a function of
+            ``(logits, target ids or None)``.
+        top1: ``[N]`` int64 full-vocabulary argmax, or ``None``.
+        labels: ``[N]`` int64 tokens, for hard labels: the teacher at j is then token ``j + 1``.
+    """
+
+    target_ids: Tensor
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    rows: Tensor | None = None
+    lm_head: Tensor | None = None
+    transform: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    top1: Tensor | None = None
+    labels: Tensor | None = None
+
+    def probabilities(self, positions: Tensor, to_draft: Tensor) -> Tensor:
+        """``[c, Vd]`` float32 over the draft vocabulary; each row sums to one."""
+        if self.labels is not None:
+            ids = to_draft[self.labels[(positions + 1).clamp(max=len(self.labels) - 1)]]  # [c]
+            return torch.nn.functional.one_hot(ids.clamp(min=0), len(self.target_ids)).float()
+        if self.logits is not None:
+            return self.logits[positions][:, self.target_ids].float().softmax(-1)
+        logits = (self.hidden[positions] @ self.rows.T).float()  # [c,Vd]
+        if self.transform is not None:
+            logits = self.transform(logits, self.target_ids)
+        return logits.softmax(-1)
+
+    def argmax(self, positions: Tensor) -> Tensor:
+        """``[c]`` int64 argmax over the target's full vocabulary."""
+        if self.top1 is not None:
+            return self.top1[positions]
+        if self.logits is not None:
+            return self.logits[positions].argmax(-1)
+        logits = (self.hidden[positions] @ self.lm_head.T).float()  # [c,V]
+        if self.transform is not None:
+            logits = self.transform(logits, None)
+        return logits.argmax(-1)
+
+
+def distillation_loss(
+    output: RolloutOutput,
+    module: EagleModule,
+    supervised: Tensor,
+    target_logits: Tensor | None = None,
+    target_hidden: Tensor | None = None,
+    target_lm_head: Tensor | None = None,
+    decay: float | None = None,
+    convention: str = "served",
+    *,
+    loss: str = "kl",
+    lk_eta: float = 3.0,
+    in_vocab_only: bool = False,
+    labels: Tensor | None = None,
+    target_top1: Tensor | None = None,
+    target_rows: Tensor | None = None,
+    logit_transform: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+    normalizers: Tensor | None = None,
+) -> LossOutput:
+    """Distillation loss of a rollout.
+
+    Args:
+        output: from :func:`~modelopt_eagle.training.rollout.rollout`.
+        supervised: ``[B, S]`` bool, tokens to be learned.
+        target_logits: ``[B, S, V]``; or instead of them
+        target_hidden: ``[B, S, Ht]`` final hidden states after the final norm, with
+        target_lm_head: ``[V, Ht]``.
+        decay: weight base of the steps; default the convention's (0.9 for ``served``).
+        convention: ``served``, ``modelopt``, ``eagle`` or ``speculators``.
+        loss: ``kl``, or ``lk``: ``λ·KL + (1 − λ)·TV`` with ``λ = exp(−lk_eta · mean acceptance of the step)``.
+        in_vocab_only: drop positions whose teacher argmax lies outside the draft vocabulary.
+        labels: ``[B, S]`` token ids for hard labels instead of the target's distribution; tokens outside the draft
+            vocabulary are dropped.
+        target_top1: ``[B, S]`` int64 full-vocabulary argmax where known (saves a product with the whole lm_head).
+        target_rows: ``[Vd, Ht]`` lm_head rows of the draft vocabulary, if the caller keeps them.
+        logit_transform: what the target does to logits after the product.
+        normalizers: ``[K]`` replaces the counted positions of this batch: the count over all micro-batches and ranks.
+
+    Raises:
+        ValueError: unknown convention or loss, or no teacher given.
+        CheckpointError: the head's vocabulary map is unset or broken.
+    """
+    rule = CONVENTIONS.get(convention)
+    if rule is None:
+        raise ValueError(f"convention {convention!r} is unknown; known are {', '.join(CONVENTIONS)}")
+    if loss not in ("kl", "lk"):
+        raise ValueError(f"loss {loss!r} is unknown; known are kl, lk")
+    vocab = module.vocab
+    to_draft = vocab.to_draft(torch.arange(module.config.vocab_size, device=module.d2t.device))  # [V]
+    teacher = _make_teacher(
+        vocab.target_ids, target_logits, target_hidden, target_lm_head, target_rows, logit_transform, target_top1, labels
+    )
+    counted = counted_masks(
+        output.documents, supervised.reshape(-1), output.steps, convention, output.rows,
+        teacher=teacher, t2d=module.t2d, in_vocab_only=in_vocab_only or rule.in_vocab_only,
+    )  # [K,n]  # fmt: skip
+    counts = counted.sum(1)  # [K]
+    if normalizers is None:
+        divisor = normaliser(rule, counts, output.batch * output.length)
+    else:
+        divisor = normalizers.to(counts.device).float().clamp(min=1)
+    base = rule.decay if decay is None else decay
+    weights = torch.tensor([base**k for k in range(output.steps)], device=divisor.device) / divisor  # [K]
+    settings = _Settings(loss == "lk", lk_eta, rule.subtract_entropy)
+    work = _Work(output.rows, counted, weights, counts, to_draft, teacher, settings)
+    total, sums, hits = _FusedHeads.apply(work, module.lm_head.weight, *output.states)
+    return LossOutput(total, (sums / divisor).detach(), counts, hits)
+
+
+def normaliser(rule: Convention, counts: Tensor, positions: int) -> Tensor:
+    """``[K]`` float: what the sum of a step is divided by."""
+    if rule.normaliser == "all":
+        return torch.full_like(counts, positions, dtype=torch.float32)
+    return counts.float() + 1e-5 if rule.normaliser == "mask" else counts.float().clamp(min=1)
+
+
+def counted_masks(
+    documents: Documents,
+    supervised: Tensor,
+    steps: int,
+    convention: str,
+    rows: Tensor,
+    *,
+    teacher: Teacher | None = None,
+    t2d: Tensor | None = None,
+    in_vocab_only: bool = False,
+) -> Tensor:
+    """``[K, n]`` bool: which anchors each step counts.
+
+    Args:
+        supervised: ``[N]`` bool.
+        rows: ``[n]`` flat anchors.
+        teacher: needed to drop positions outside the draft vocabulary ``t2d``, by argmax or by hard label.
+    """
+    supervised = supervised.bool().to(rows.device)
+    masks = []
+    for step in range(steps):
+        counted = counted_anchors(documents, supervised, step, convention, rows)
+        if teacher is not None and teacher.labels is not None:
+            following = (rows + step + 2).clamp(max=len(supervised) - 1)
+            counted = counted & documents.exists(rows, step + 2) & t2d[teacher.labels[following]]
+        elif in_vocab_only:
+            where = counted.nonzero().squeeze(1)
+            inside = torch.zeros_like(counted)
+            for part in where.split(CHUNK):
+                inside[part] = t2d[teacher.argmax(rows[part] + 1 + step)]
+            counted = counted & inside
+        masks.append(counted)
+    return torch.stack(masks)
+
+
+def _make_teacher(target_ids, logits, hidden, lm_head, rows, transform, top1, labels) -> Teacher:
+    flat = [None if x is None else x.flatten(0, 1) for x in (logits, hidden, top1, labels)]
+    logits, hidden, top1, labels = flat
+    if logits is None:
+        if labels is None and hidden is None:
+            raise ValueError("a teacher is needed: target_logits, or target_hidden with target_lm_head, or labels")
+        if hidden is not None and rows is None:
+            if lm_head is None:
+                raise ValueError("target_hidden needs target_lm_head [V, Ht] (or target_rows [Vd, Ht] and target_top1)")
+            rows = lm_head[target_ids]  # [Vd,Ht]
+        if top1 is None and lm_head is None:
+            raise ValueError("the target's top-1 is needed: pass target_top1, or target_lm_head to compute it")
+    return Teacher(target_ids, logits, hidden, rows, lm_head, transform, top1, labels)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    lk: bool
+    eta: float
+    subtract_entropy: bool
+
+
+@dataclass(frozen=True)
+class _Work:
+    rows: Tensor  # [n]
+    counted: Tensor  # [K,n]
+    weights: Tensor  # [K] decay^k / normaliser
+    counts: Tensor  # [K]
+    to_draft: Tensor  # [V]
+    teacher: Teacher
+    settings: _Settings
+
+    def chunks(self):
+        """Yield ``(teacher positions [c], [(step, anchor indices [m], their place in the chunk [m]), ...])``."""
+        n_steps = len(self.counted)
+        step, anchor = self.counted.nonzero(as_tuple=True)  # [e] each
+        position = self.rows[anchor] + 1 + step
+        order = torch.argsort(position, stable=True)
+        step, anchor, position = step[order], anchor[order], position[order]
+        unique, place = torch.unique_consecutive(position, return_inverse=True)
+        bounds = torch.searchsorted(place, torch.arange(0, len(unique) + CHUNK, CHUNK, device=place.device)).tolist()
+        for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if low == high:
+                continue
+            here, first = step[low:high], number * CHUNK
+            pieces = []
+            for k in range(n_steps):
+                chosen = (here == k).nonzero().squeeze(1) + low
+                pieces.append((k, anchor[chosen], place[chosen] - first))
+            yield unique[first : first + CHUNK], pieces
+
+
+class _FusedHeads(torch.autograd.Function):
+    """Loss and gradients of both heads, chunk by chunk; the backward pass only scales what the forward pass stored."""
+
+    @staticmethod
+    def forward(ctx, work: _Work, weight: Tensor, *states: Tensor):
+        needs = any(ctx.needs_input_grad)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grads = [torch.zeros_like(state) for state in states] if needs else []
+        sums = torch.zeros(len(states), device=weight.device)
+        total = torch.zeros((), device=weight.device)
+        hits = torch.zeros(len(states), dtype=torch.int64, device=weight.device)
+        mix = _lk_weights(work, weight, states) if work.settings.lk else None
+        for positions, pieces in work.chunks():
+            p_all = work.teacher.probabilities(positions, work.to_draft)  # [c,Vd]
+            top_all = work.teacher.argmax(positions)  # [c]
+            for k, anchors, place in pieces:
+                if not len(anchors):
+                    continue
+                hidden, p = states[k][anchors], p_all if len(place) == len(p_all) else p_all[place]  # [m,H] [m,Vd]
+                logits = (hidden.to(weight.dtype) @ weight.T).float()  # [m,Vd]
+                hits[k] += (work.teacher.target_ids[logits.argmax(-1)] == top_all[place]).sum()
+                share = 1.0 if mix is None else float(mix[k])
+                value, grad = _position_loss(logits, p, work.settings, share, needs)
+                sums[k] += value
+                if needs:
+                    grad = (grad * work.weights[k]).to(weight.dtype)  # [m,Vd]
+                    grads[k].index_copy_(0, anchors, (grad @ weight).to(hidden.dtype))
+                    if grad_weight is not None:
+                        grad_weight.addmm_(grad.T.float(), hidden.float())
+        total = (sums * work.weights).sum()
+        ctx.save_for_backward(grad_weight, *grads)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(sums, hits)
+        return total, sums, hits
+
+    @staticmethod
+    def backward(ctx, grad_total, _sums, _hits):
+        grad_weight, *grads = ctx.saved_tensors
+        first = None if grad_weight is None else (grad_weight * grad_total).to(ctx.weight_dtype)
+        return (None, first, *(grad * grad_total.to(grad.dtype) for grad in grads))
+
+
+def _position_loss(logits: Tensor, p: Tensor, settings: _Settings, share: float, needs_grad: bool):
+    """Sum of the position terms of ``[m, Vd]`` logits and its gradient by the logits (``None`` if not wanted).
+
+    KL part: ``lse − Σ p·logits``, gradient ``q − p``. Total variation ``½ Σ |p − q|`` has the gradient
+    ``q·(s − Σ q·s)`` with ``s = ½ sign(q − p)``.
+    """
+    lse = logits.logsumexp(-1)  # [m]
+    value = (lse - (p * logits).sum(-1)).sum()
+    if settings.subtract_entropy:
+        value = value + torch.special.xlogy(p, p).sum()
+    if not settings.lk:
+        grad = (logits - lse[:, None]).exp_().sub_(p) if needs_grad else None
+        return value, grad
+    q = (logits - lse[:, None]).exp()  # [m,Vd]
+    variation = 0.5 * (p - q).abs().sum()
+    value = share * value + (1 - share) * variation
+    if not needs_grad:
+        return value, None
+    sign = 0.5 * (q - p).sign()
+    return value, share * (q - p) + (1 - share) * q * (sign - (q * sign).sum(-1, keepdim=True))
+
+
+def _lk_weights(work: _Work, weight: Tensor, states) -> list[float]:
+    """λ of each step: ``exp(−η · mean Σ min(p, q))`` over its counted positions, a constant for the gradient."""
+    accepted = torch.zeros(len(states), device=weight.device)
+    for positions, pieces in work.chunks():
+        p_all = work.teacher.probabilities(positions, work.to_draft)  # [c,Vd]
+        for k, anchors, place in pieces:
+            if len(anchors):
+                q = (states[k][anchors].to(weight.dtype) @ weight.T).float().softmax(-1)  # [m,Vd]
+                accepted[k] += torch.minimum(p_all[place], q).sum()
+    means = accepted / work.counts.clamp(min=1)
+    return [math.exp(-work.settings.eta * float(mean)) for mean in means]

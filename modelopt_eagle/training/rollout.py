@@ -1,0 +1,234 @@
+"""The K-step rollout (training-time test), indexed by anchor and never rolled.
+
+At anchor ``i``, step ``k``: embedding of ``x_{i+1+k}``, state ``fuse(a_i)`` at step 0 and the layer output of
+``(i, k-1)`` afterwards, rotary position ``i + k``; seen are the step-0 rows ``j <= i`` of the document and the own
+column. The teacher of ``(i, k)`` is the target's distribution after reading ``x_{i+1+k}``. See ``docs/design.md``.
+
+Tokens are flattened to one axis of N = B·S; only the anchors that some step counts are computed beyond step 0's keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.draft import EagleModule
+
+from .attention import QueryPlan, column_attention
+
+COUNTED_TOKEN = {"served": 2, "modelopt": 1, "speculators": 1, "eagle": 0}
+"""Position ``(i, k)`` counts where the mask is set at token ``i + k + this`` (and token ``i+1+k`` is in the document)."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents begin and end on the flat token axis.
+
+    Attributes:
+        starts, ends: ``[N]`` int64, first token of the token's document and one past its last.
+        real: ``[N]`` bool, false on padding.
+    """
+
+    starts: Tensor
+    ends: Tensor
+    real: Tensor
+
+    @classmethod
+    def make(cls, batch: int, length: int, document_ids: Tensor | None, device) -> Documents:
+        """From ``[B, S]`` ids (a run of equal ids in a row is a document, negative is padding), or one a row."""
+        index = torch.arange(batch * length, device=device)  # [N]
+        if document_ids is None:
+            starts = index // length * length
+            return cls(starts, starts + length, torch.ones_like(index, dtype=torch.bool))
+        flat = document_ids.reshape(-1).to(device)  # [N]
+        first = torch.ones_like(flat, dtype=torch.bool)
+        first[1:] = (flat[1:] != flat[:-1]) | (index[1:] % length == 0)
+        run = first.cumsum(0) - 1  # [N]
+        begins = first.nonzero().squeeze(1)  # [documents]
+        stops = torch.cat((begins[1:], begins.new_tensor([batch * length])))
+        return cls(begins[run], stops[run], flat >= 0)
+
+    @property
+    def positions(self) -> Tensor:
+        """``[N]`` int64 position within the document."""
+        return torch.arange(len(self.starts), device=self.starts.device) - self.starts
+
+    def exists(self, rows: Tensor, offset: int) -> Tensor:
+        """Whether token ``row + offset`` lies in the document of ``row``, any shape."""
+        return (rows + offset < self.ends[rows]) & self.real[rows]
+
+
+def counted_anchors(documents: Documents, supervised: Tensor, step: int, convention: str, rows: Tensor) -> Tensor:
+    """``[n]`` bool: which anchors count at a step, by the convention's mask.
+
+    Args:
+        supervised: ``[N]`` bool, the tokens to be learned.
+        rows: ``[n]`` flat anchors.
+    """
+    shift = step + COUNTED_TOKEN[convention]
+    masked = supervised[(rows + shift).clamp(max=len(supervised) - 1)]
+    return documents.exists(rows, step + 1) & documents.exists(rows, shift) & masked
+
+
+@dataclass
+class RolloutOutput:
+    """What a rollout computed, kept for the anchors that were asked for.
+
+    Attributes:
+        states: K tensors ``[n, H]``, after the final norm.
+        rows: ``[n]`` int64 flat anchors ``b·S + i``, ascending.
+        documents: layout of the flat token axis.
+        batch, length: B and S.
+    """
+
+    module: EagleModule
+    states: list[Tensor]
+    rows: Tensor
+    documents: Documents
+    batch: int
+    length: int
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return len(self.states)
+
+    @property
+    def hidden(self) -> Tensor:
+        """``[K, B, S, H]`` after the final norm; row ``i`` of step ``k`` is anchor ``i``. Rows that do not exist are zero."""
+        dense = self.states[0].new_zeros(self.steps, self.batch * self.length, self.states[0].shape[-1])
+        for step, state in enumerate(self.states):
+            exists = self.documents.exists(self.rows, step + 1)  # [n]
+            dense = dense.index_put(
+                (torch.full_like(self.rows[exists], step), self.rows[exists]), state[exists].to(dense.dtype)
+            )
+        return dense.unflatten(1, (self.batch, self.length))
+
+    def logits(self, step: int) -> Tensor:
+        """``[B, S, Vd]`` draft logits of a step, for inspection; the loss never builds them. Zero where no row exists."""
+        exists = self.documents.exists(self.rows, step + 1)
+        logits = self.module.lm_head(self.states[step][exists])  # [m,Vd]
+        dense = logits.new_zeros(self.batch * self.length, logits.shape[-1])
+        return dense.index_put((self.rows[exists],), logits).unflatten(0, (self.batch, self.length))
+
+
+def rollout(
+    module: EagleModule,
+    token_embeddings: Tensor,
+    aux_hidden: Tensor,
+    steps: int = 3,
+    document_ids: Tensor | None = None,
+    *,
+    supervised: Tensor | None = None,
+    convention: str = "served",
+    mix_hidden_states: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> RolloutOutput:
+    """Run the head K steps from every anchor.
+
+    Args:
+        module: the head.
+        token_embeddings: ``[B, S, H]`` embeddings of ``x_0 .. x_{S-1}``.
+        aux_hidden: ``[B, S, A·Ht]`` concatenated layer outputs in ascending layer order.
+        steps: K.
+        document_ids: ``[B, S]`` ids of packed documents, negative for padding; ``None``: one document a row.
+        supervised: ``[B, S]`` bool; with it only the anchors that some step counts are computed.
+        convention: whose counting mask ``supervised`` is read by.
+        mix_hidden_states: share of anchors that take the fused true feature of position ``i + k`` instead of the
+            head's own state at steps k >= 1.
+        generator: source of that choice.
+
+    Returns:
+        :class:`RolloutOutput`, row ``i`` of step ``k`` being anchor ``i``.
+
+    Raises:
+        ValueError: shapes that do not belong together, or fewer than one step.
+    """
+    batch, length = _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids)
+    embeddings = token_embeddings.flatten(0, 1)  # [N,H]
+    documents = Documents.make(batch, length, document_ids, embeddings.device)
+    rows = _active_anchors(documents, supervised, steps, convention)  # [n]
+    plan = QueryPlan.make(rows, documents.starts[rows])
+    positions = documents.positions  # [N]
+    last = len(embeddings) - 1
+    everyone = torch.arange(len(embeddings), device=embeddings.device)
+
+    fused = module.fuse(aux_hidden.flatten(0, 1))  # [N,H]
+    output, keys, values = _first_step(
+        module, embeddings[(everyone + 1).clamp(max=last)], fused, module.rotary(positions, length), documents, plan
+    )
+    states = [module.head_input(output)]
+    columns: list[tuple[Tensor, Tensor]] = [
+        (k.new_empty(len(rows), 0, *k.shape[1:]), v.new_empty(len(rows), 0, *v.shape[1:]))
+        for k, v in zip(keys, values, strict=True)
+    ]
+    for step in range(1, steps):
+        state = module.next_state(output)  # [n,H]
+        if mix_hidden_states > 0:
+            chosen = torch.rand(len(rows), generator=generator, device=state.device) < mix_hidden_states  # [n]
+            state = torch.where(chosen[:, None], fused[(rows + step).clamp(max=last)], state)
+        embedding = embeddings[(rows + 1 + step).clamp(max=last)]  # [n,H]
+        cos, sin = module.rotary(positions[rows] + step, length + steps)
+        for index, layer in enumerate(module.layers):
+            q, k, v, residual = layer.project(embedding if index == 0 else None, state, cos, sin)
+            own_k, own_v = columns[index]
+            columns[index] = own_k, own_v = torch.cat((own_k, k[:, None]), 1), torch.cat((own_v, v[:, None]), 1)
+            attention = column_attention(q, keys[index], values[index], own_k, own_v, plan, layer.scale)
+            state = layer.combine(attention.flatten(-2), residual)  # [n,H]
+        output = state
+        states.append(module.head_input(output))
+    return RolloutOutput(module, states, rows, documents, batch, length)
+
+
+def _first_step(module, embeddings, state, tables, documents, plan):
+    """Step 0: keys and values of every token, outputs of the anchors.
+
+    Below the last layer every token needs its output, since the next layer's keys are made of it.
+    """
+    everyone = torch.arange(len(embeddings), device=embeddings.device)  # [N]
+    everywhere = QueryPlan.make(everyone, documents.starts) if len(module.layers) > 1 else None
+    keys, values = [], []
+    for index, layer in enumerate(module.layers):
+        final = index == len(module.layers) - 1
+        embedding = embeddings if index == 0 else None
+        q, k, v, residual = layer.project(embedding, state, *tables, query_rows=plan.rows if final else None)
+        keys.append(k)
+        values.append(v)
+        own = k.new_empty(len(q), 0, *k.shape[1:]), v.new_empty(len(q), 0, *v.shape[1:])
+        attention = column_attention(q, k, v, *own, plan if final else everywhere, layer.scale)  # [n,h,dv]
+        state = layer.combine(attention.flatten(-2), residual)  # [n,H]
+    return state, keys, values
+
+
+def _active_anchors(documents: Documents, supervised: Tensor | None, steps: int, convention: str) -> Tensor:
+    """``[n]`` flat anchors: those that some step counts, or every anchor whose next token exists."""
+    everyone = torch.arange(len(documents.starts), device=documents.starts.device)  # [N]
+    if supervised is None:
+        return everyone[documents.exists(everyone, 1)]
+    flat = supervised.reshape(-1).bool().to(everyone.device)
+    active = torch.zeros_like(flat)
+    for step in range(steps):
+        active |= counted_anchors(documents, flat, step, convention, everyone)
+    return everyone[active]
+
+
+def _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids) -> tuple[int, int]:
+    """B and S, or an error that says which shape is off."""
+    if steps < 1:
+        raise ValueError(f"a rollout has at least one step, found steps={steps}")
+    if token_embeddings.dim() != 3 or token_embeddings.shape[-1] != module.config.hidden_size:
+        raise ValueError(
+            f"token_embeddings must be [B, S, {module.config.hidden_size}], found {list(token_embeddings.shape)}"
+        )
+    batch, length = token_embeddings.shape[:2]
+    wanted = (batch, length, module.config.fc_input_size)
+    if tuple(aux_hidden.shape) != wanted:
+        raise ValueError(
+            f"aux_hidden must be {list(wanted)} ({module.config.num_aux} layers of {module.config.target_hidden_size}), "
+            f"found {list(aux_hidden.shape)}"
+        )
+    if document_ids is not None and tuple(document_ids.shape) != (batch, length):
+        raise ValueError(f"document_ids must be {[batch, length]}, found {list(document_ids.shape)}")
+    return batch, length
