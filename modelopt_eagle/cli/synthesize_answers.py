@@ -1,0 +1,101 @@
+"""``scripts/synthesize_answers.py``: answer prompts with the target, in-process, batched, resumable."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from modelopt_eagle.errors import EagleError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="synthesize_answers.py", description=__doc__)
+    parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
+    parser.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        help="prompts: .jsonl with turns, messages or conversations; answers in it are left out",
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, help="conversations, .jsonl; rows already there are kept and skipped"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="an answer is cut here (default 128)")
+    parser.add_argument("--batch_size", type=int, default=16, help="conversations decoded together (default 16)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling, with --temperature")
+    parser.add_argument("--num_samples", type=int, help="answer only this many prompts, spread evenly over the input")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="of the target; auto is float32 without a GPU",
+    )
+    parser.add_argument("--chat_template", type=Path, help="file with a chat template that replaces the target's own")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code (0 done, 2 bad input, 130 interrupted)."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except EagleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command goes on from {arguments.output}", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from modelopt_eagle.data.progress import ProgressBar
+    from modelopt_eagle.data.prompts import load_prompts
+    from modelopt_eagle.data.synthesis import SynthesisSettings, prepare_output, synthesize
+    from modelopt_eagle.errors import DataError
+
+    for name in ("max_new_tokens", "batch_size"):
+        if getattr(arguments, name) < 1:
+            raise DataError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
+    if arguments.temperature < 0:
+        raise DataError(f"--temperature must be 0 (greedy) or above, found {arguments.temperature}")
+    prompts = load_prompts(arguments.input, arguments.num_samples)
+    settings = SynthesisSettings(arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed)
+    done = prepare_output(arguments.output, settings)
+    left = sum(prompt.id not in done for prompt in prompts)
+    print(f"{len(prompts)} prompts, {len(prompts) - left} answered before, {left} to do")
+    if not left:
+        return 0
+
+    gpu = torch.cuda.is_available()
+    dtype = ("auto" if gpu else "float32") if arguments.dtype == "auto" else arguments.dtype
+    model, tokenizer = _load(arguments.model, dtype, "cuda" if gpu else "cpu", arguments.chat_template)
+    bar = ProgressBar(left, "answers")
+    cut = 0
+
+    def report(rows: list[dict]) -> None:
+        nonlocal cut
+        cut += sum(row["finish_reason"] == "length" for row in rows)
+        bar.advance(len(rows), f"({cut} cut at {arguments.max_new_tokens} tokens)")
+
+    added = synthesize(model, tokenizer, prompts, arguments.output, settings, arguments.batch_size, report)
+    print(f"{added} answers added to {arguments.output}, {cut} of them cut at {arguments.max_new_tokens} tokens")
+    return 0
+
+
+def _load(name: str, dtype: str, device: str, chat_template: Path | None):
+    try:
+        from modelopt_eagle.target import load_target
+    except ImportError:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval(), AutoTokenizer.from_pretrained(
+            name
+        )
+    target = load_target(name, dtype=dtype, device=device, chat_template=chat_template and str(chat_template))
+    return target.model, target.tokenizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

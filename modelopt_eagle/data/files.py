@@ -1,0 +1,119 @@
+"""Rows of JSON out of files and hub data sets, each with the place it came from (``file:line``).
+
+Formats: ``.jsonl`` (one object a line, blank lines ignored), a JSON array of objects, and hub data sets named
+``owner/name`` or ``owner/name:split`` (extra ``data``). Which of the two file formats it is follows from the first
+character, not from the file's ending.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelopt_eagle.errors import DataError, require_extra
+
+_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
+_FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """One JSON object and where it stands, for messages."""
+
+    value: dict
+    place: str
+
+
+def read_rows(sources: str | Path | Sequence[str | Path]) -> Iterator[SourceRow]:
+    """Yield the objects of one or several files or hub data sets, in order.
+
+    Raises:
+        DataError: a file is missing, empty, not UTF-8, or holds a line that is not a JSON object (the message has file
+            and line).
+    """
+    if isinstance(sources, (str, Path)):
+        sources = [sources]
+    if not sources:
+        raise DataError("no data file was given; name at least one .jsonl file (data.path in the recipe, --data here)")
+    for source in sources:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            raise DataError(f"{source} is a folder; a .jsonl or .json file was expected (several files may be listed)")
+        if path.is_file():
+            yield from _read_file(path)
+        elif _HUB_NAME.match(str(source)) and not str(source).split(":")[0].endswith(_FILE_ENDINGS):
+            yield from _read_hub(str(source))
+        else:
+            raise DataError(
+                f"{source}: no such file; give an existing .jsonl or .json file, or a hub data set as owner/name"
+            )
+
+
+def _read_file(path: Path) -> Iterator[SourceRow]:
+    with open(path, "rb") as handle:
+        head = handle.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not head and not path.read_bytes().strip(b"\xef\xbb\xbf \t\r\n"):
+        raise DataError(f'{path} is empty; expected one JSON object a line, such as {{"messages": [...]}}')
+    yield from _read_array(path) if head.startswith(b"[") else _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[SourceRow]:
+    with open(path, "rb") as handle:
+        for number, raw in enumerate(handle, start=1):
+            place = f"{path}:{number}"
+            if number == 1:
+                raw = raw.removeprefix(b"\xef\xbb\xbf")
+            if raw.strip():
+                yield SourceRow(_object(_decode(raw, place), place), place)
+
+
+def _read_array(path: Path) -> Iterator[SourceRow]:
+    text = _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{error.lineno}: broken JSON array ({error.msg}, column {error.colno}); "
+            "mend that line, or write one object a line (.jsonl)"
+        ) from error
+    if not values:
+        raise DataError(f"{path} holds an empty array; expected conversation objects")
+    for index, value in enumerate(values):
+        place = f"{path}[{index}]"
+        if not isinstance(value, dict):
+            raise DataError(f"{place}: expected a JSON object, found {type(value).__name__}")
+        yield SourceRow(value, place)
+
+
+def _read_hub(name: str) -> Iterator[SourceRow]:
+    datasets = require_extra("datasets", "data")
+    repository, _, split = name.partition(":")
+    try:
+        rows = datasets.load_dataset(repository, split=split or "train")
+    except Exception as error:  # the library raises many kinds: network, missing split, unknown name
+        raise DataError(
+            f"{name} is no local file, and as a hub data set it could not be loaded ({type(error).__name__}: {error}); "
+            "check the name, name a split as owner/name:split, or give a local .jsonl file"
+        ) from error
+    for index, value in enumerate(rows):
+        yield SourceRow(dict(value), f"{name}[{index}]")
+
+
+def _decode(raw: bytes, place: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8 text ({error.reason} at byte {error.start}); convert the file to UTF-8"
+        ) from error
+
+
+def _object(text: str, place: str) -> dict:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: broken JSON ({error.msg}, column {error.colno}); mend or remove the line") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: expected a JSON object on each line, found {type(value).__name__}")
+    return value

@@ -1,0 +1,106 @@
+"""Messages out of a row in either schema, with the roles mapped by name.
+
+``messages`` rows have ``role`` and ``content``, ``conversations`` rows ``from`` and ``value``. Which one a row uses is
+found per row.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from modelopt_eagle.data.files import SourceRow
+from modelopt_eagle.errors import DataError
+
+ROLE_ALIASES: dict[str, str] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
+}  # fmt: skip
+"""Role names that are understood without being told, lower case."""
+
+TOOL_ROLES = frozenset(
+    {"tool", "function", "function_call", "function_response", "observation", "ipython", "tool_call", "tool_response"}
+)
+_MESSAGE_KEYS = ("messages", "conversations")
+
+
+class RowRejected(DataError):
+    """A row that cannot be used, with the ``reason`` under which it is counted."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. ``finish_reason`` is ``"length"`` for an answer that was cut before the target ended it."""
+
+    role: str
+    content: str
+    finish_reason: str | None = None
+
+
+def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> list[Message]:
+    """The turns of a row, in order, roles mapped to system, user or assistant.
+
+    Args:
+        row: a ``messages`` or ``conversations`` row.
+        aliases: more role names, such as ``{"my_model_v2": "assistant"}``; they win over ``ROLE_ALIASES``.
+
+    Raises:
+        RowRejected: reasons ``no_messages``, ``malformed_message``, ``tool_role``, ``unknown_role``,
+            ``non_text_content``.
+    """
+    value, place = row.value, row.place
+    turns_key = next((key for key in _MESSAGE_KEYS if value.get(key)), None)
+    if turns_key is None:
+        found = ", ".join(sorted(value)) or "nothing"
+        raise RowRejected(
+            "no_messages", f"{place}: expected a non-empty `messages` or `conversations` list, found the keys {found}"
+        )
+    turns = value[turns_key]
+    if not isinstance(turns, list):
+        raise RowRejected("malformed_message", f"{place}: `{turns_key}` must be a list, found {type(turns).__name__}")
+    messages = [_message(turn, f"{place}, turn {index}", aliases or {}) for index, turn in enumerate(turns)]
+    if (
+        value.get("finish_reason") == "length"
+        and messages[-1].role == "assistant"
+        and messages[-1].finish_reason is None
+    ):
+        messages[-1] = Message("assistant", messages[-1].content, "length")
+    return messages
+
+
+def row_id(row: SourceRow, index: int) -> str:
+    """The row's own id (``id``, ``question_id``, ``prompt_id``, ``conversation_id``), or one made of its number."""
+    keys = ("id", "question_id", "prompt_id", "conversation_id")
+    return str(next((row.value[key] for key in keys if row.value.get(key) is not None), f"row-{index:06d}"))
+
+
+def _message(turn, place: str, aliases: Mapping[str, str]) -> Message:
+    if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
+        found = ", ".join(sorted(turn)) if isinstance(turn, dict) else type(turn).__name__
+        raise RowRejected(
+            "malformed_message", f"{place}: expected an object with role/content or from/value, found {found}"
+        )
+    # either name of the list is met with either pair of keys
+    role_key, text_key = ("role", "content") if "role" in turn else ("from", "value")
+    name = str(turn[role_key])
+    role = aliases.get(name) or ROLE_ALIASES.get(name.lower())
+    if role is None and name.lower() in TOOL_ROLES or turn.get("tool_calls"):
+        raise RowRejected(
+            "tool_role",
+            f"{place}: tool use (role {name!r}) is not supported: its rendering differs between serving and training",
+        )
+    if role is None:
+        known = ", ".join(sorted({**ROLE_ALIASES, **aliases}))
+        raise RowRejected(
+            "unknown_role",
+            f"{place}: unknown role {name!r}; known are {known}; map it with a role alias such as {name}=assistant",
+        )
+    content = turn.get(text_key)
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise RowRejected("non_text_content", f"{place}: `{text_key}` must be text, found {type(content).__name__}")
+    return Message(role, content, turn.get("finish_reason"))
