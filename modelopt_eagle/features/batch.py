@@ -23,7 +23,7 @@ class FeatureContract:
         revision: commit or content hash of the target's weights, or None when its source has none.
         aux_layer_ids: canonical ids (output of layer k, 0-based), in the order in which ``aux_hidden`` joins them.
         final_is_normed: whether ``final_hidden`` is the state after the target's final norm.
-        dtype: how states are held: ``float32``, ``bfloat16``, ``float16``, ``float8_e4m3`` or ``int8``.
+        dtype: how states are held: ``float32``, ``bfloat16``, ``float8_e4m3`` or ``int8`` (``float16`` in memory only).
         tokenizer_hash: hash of the tokenizer that made the ids.
         template_hash: hash of the chat template that rendered the conversations.
         hidden_size: Ht, width of one state of the target.
@@ -49,7 +49,7 @@ class FeatureContract:
     def from_target(cls, target, aux_layer_ids=None, dtype: str = "float32") -> FeatureContract:
         """The contract of features that ``target`` makes itself (its final state is post-norm)."""
         identity = target.identity()
-        ids = target.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        ids = target.default_aux_layer_ids() if aux_layer_ids is None else sorted(aux_layer_ids)
         return cls(
             model=identity["model"],
             revision=identity.get("revision"),

@@ -1,0 +1,169 @@
+"""Train from a store: rows are mapped from its shards, the next batches are prepared in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate, predicting_positions
+from modelopt_eagle.features.compute import HEAD_CHUNK_BYTES
+from modelopt_eagle.features.prefetch import Prefetcher
+from modelopt_eagle.features.source import PlannedSource
+from modelopt_eagle.features.store import StoreReader
+
+_AGREEMENT = {"float32": 0.99, "bfloat16": 0.97, "float16": 0.97, "float8_e4m3": 0.85, "int8": 0.70}
+"""Least share of predicting positions at which stored states must give the stored argmax, by storage dtype."""
+
+
+class OfflineSource(PlannedSource):
+    """Features read from a store, or from anything with ``contract, lengths, row(number)`` (see ``features.foreign``).
+
+    Args:
+        path: folder of a store, or an open reader.
+        expected: the contract that this run asks for; None skips the comparison.
+        final_norm: the target's final norm, needed if the stored final states are pre-norm; the batches are post-norm.
+        head: the target's head (post-norm states to logits), needed if the rows hold no ``target_top1``.
+        dtype: dtype of the states in a batch; None: the stored one, float32 for fp8 and int8.
+        prefetch: batches prepared ahead.
+        verify: see :class:`~modelopt_eagle.features.store.StoreReader`.
+
+    Raises:
+        FeatureError: a damaged store, an empty one, one that does not fit ``expected``, or a missing norm or head.
+    """
+
+    def __init__(
+        self,
+        path,
+        expected: FeatureContract | None = None,
+        *,
+        final_norm=None,
+        head=None,
+        dtype: torch.dtype | None = None,
+        prefetch: int = 2,
+        verify: str = "open",
+    ):
+        self.reader = StoreReader(path, verify) if isinstance(path, (str, Path)) else path
+        where = str(getattr(self.reader, "folder", "the reader"))
+        if not self.reader.lengths:
+            raise FeatureError(f"{where} holds no finished row yet; let the dump write its first shard")
+        stored = self.reader.contract
+        if expected is not None:
+            stored.require(expected, where, ignore=("dtype", "final_is_normed"))
+        if not stored.final_is_normed and final_norm is None:
+            raise FeatureError(
+                f"{where}: final states are pre-norm, the loss needs post-norm ones; pass the target's final norm "
+                "(final_norm=load_target_tables(target).final_norm)"
+            )
+        self._final_norm = None if stored.final_is_normed else final_norm
+        self._head, self._dtype = head, dtype
+        self.contract = replace(stored, final_is_normed=True)
+        self.lengths = list(self.reader.lengths)
+        self._prefetcher = Prefetcher(max(1, prefetch))
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the trainer has waited for batches so far."""
+        return self._prefetcher.waited
+
+    def row(self, number: int) -> FeatureRow:
+        """One row with post-norm final states and the target's predictions."""
+        row = self.reader.row(number)
+        if self._final_norm is not None:
+            row = replace(row, final_hidden=self._normed(row.final_hidden))
+        if row.target_top1 is None:
+            if self._head is None:
+                raise FeatureError(
+                    f"row {row.row_id!r} holds no target_top1; pass the target's head "
+                    "(head=load_target_tables(target).head)"
+                )
+            row = replace(
+                row, target_top1=head_argmax(self._head, row.final_hidden, predicting_positions(row.supervised))
+            )
+        if self._dtype is not None:
+            row = replace(row, aux_hidden=row.aux_hidden.to(self._dtype), final_hidden=row.final_hidden.to(self._dtype))
+        return row
+
+    @torch.no_grad()
+    def _normed(self, final_hidden: torch.Tensor) -> torch.Tensor:
+        weight = next(self._final_norm.parameters())
+        return self._final_norm(final_hidden.to(weight.device, weight.dtype)).to(final_hidden)  # [s,Ht]
+
+    def load(self, indices: Sequence[int]) -> FeatureBatch:
+        return collate([self.row(i) for i in indices], self.contract)
+
+    def batches(
+        self, epoch: int, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> Iterator[FeatureBatch | None]:
+        """See :class:`FeatureSource`."""
+        plan = self.plan(epoch, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size, start=start)
+        yield from self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
+
+    def check_teacher(self, head, sample_rows: int = 8, final_norm=None) -> float:
+        """Rebuild the target's argmax from the stored final states and compare it with the stored one.
+
+        Args:
+            head: the target's head, post-norm states to logits.
+            sample_rows: rows looked at, spread over the store.
+            final_norm: the target's final norm, to tell in the message whether the norm flag is wrong.
+
+        Returns:
+            share of predicting positions that agree (1.0 when no row holds ``target_top1``: nothing to compare).
+
+        Raises:
+            FeatureError: they disagree; says which part of the contract is broken.
+        """
+        numbers = sorted({i * len(self.lengths) // sample_rows for i in range(min(sample_rows, len(self.lengths)))})
+        rows = [self.row(i) for i in numbers]
+        rows = [row for row in rows if row.target_top1 is not None and (row.target_top1 >= 0).any()]
+        if not rows:
+            return 1.0
+
+        def agreement(norm) -> float:
+            hits = total = 0
+            for row in rows:
+                at = row.target_top1 >= 0  # [s]
+                states = row.final_hidden if norm is None else self._apply(norm, row.final_hidden)
+                hits += int((head_argmax(head, states, at)[at] == row.target_top1[at]).sum())
+                total += int(at.sum())
+            return hits / total
+
+        share, least = agreement(None), _AGREEMENT[self.contract.dtype]
+        if share >= least:
+            return share
+        reason = "final_hidden, the target's head or its vocabulary are not those of this target (model or revision)"
+        if final_norm is not None and agreement(final_norm) >= least:
+            reason = "final_is_normed: the stored final states are pre-norm though the contract says post-norm"
+        raise FeatureError(
+            f"teacher parity broken: the target's argmax is rebuilt at {share:.1%} of the sampled positions, at least "
+            f"{least:.0%} expected for {self.contract.dtype}. Broken part of the contract: {reason}"
+        )
+
+    @staticmethod
+    @torch.no_grad()
+    def _apply(norm, states: torch.Tensor) -> torch.Tensor:
+        weight = next(norm.parameters())
+        return norm(states.to(weight.device, weight.dtype)).to(states)
+
+
+@torch.no_grad()
+def head_argmax(head, final_hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Argmax of the full-vocabulary logits at some positions, in chunks.
+
+    Args:
+        head: post-norm states to logits; ``head.weight`` is [V, Ht].
+        final_hidden: [s, Ht] post-norm.
+        at: [s] bool.
+
+    Returns:
+        [s] int64, -1 where ``at`` is False.
+    """
+    top1 = torch.full((len(final_hidden),), -1, dtype=torch.long)  # [s]
+    states = final_hidden[at].to(head.weight.device)  # [n,Ht]
+    chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
+    if len(states):
+        top1[at] = torch.cat([head(part).argmax(-1).cpu() for part in states.split(chunk)])
+    return top1

@@ -1,0 +1,179 @@
+"""Write a store, shard by shard, so that a kill at any moment loses at most the shard being written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import FeatureContract, FeatureRow
+from modelopt_eagle.features.store.codec import check_dtype, encode_row, join_rows, row_bytes
+from modelopt_eagle.features.store.files import TEMPORARY_PREFIX, FolderLock, write_durably
+from modelopt_eagle.features.store.manifest import (
+    SHARDS_PER_MANIFEST,
+    Manifest,
+    ShardEntry,
+    manifest_name,
+    read_manifests,
+)
+
+SHARD_BYTES = 256 * 2**20
+
+
+def dataset_hash(rows: Sequence) -> str:
+    """Hash of ids, token ids and masks of all rows, in order.
+
+    Args:
+        rows: tokenised rows with ``id, input_ids, supervised``.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(f"{row.id}\0{len(row.input_ids)}\0".encode())
+        digest.update(torch.as_tensor(row.input_ids, dtype=torch.int32).numpy().tobytes())
+        digest.update(torch.as_tensor(row.supervised, dtype=torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class StoreWriter:
+    """One worker's writer; use it as a context manager.
+
+    Args:
+        folder: the store, made if it does not exist.
+        contract: how the rows are made; ``contract.dtype`` is the storage dtype.
+        dataset_hash: see :func:`dataset_hash`.
+        dataset_rows: rows of the whole data set.
+        worker: (i, n), this worker's share ``--shard i/n``.
+        shard_bytes: a shard is closed when it holds so many bytes.
+
+    Attributes:
+        done: places in the data set that any worker has finished, to be left out.
+
+    Raises:
+        FeatureError: another process writes this share, or the folder holds rows of another contract or data set.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        contract: FeatureContract,
+        *,
+        dataset_hash: str,
+        dataset_rows: int,
+        worker: tuple[int, int] = (0, 1),
+        shard_bytes: int = SHARD_BYTES,
+    ):
+        index, count = worker
+        if not 0 <= index < count:
+            raise FeatureError(f"shard {index}/{count} does not exist: give i/n with 0 <= i < n")
+        check_dtype(contract.dtype)
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._worker, self._prefix = worker, f"features-{index}-of-{count}-"
+        self._lock = FolderLock(self.folder / f".lock-{index}-of-{count}", f"writes shard {index}/{count} here")
+        try:
+            self._open(Manifest(contract, dataset_hash, dataset_rows))
+        except BaseException:
+            self._lock.release()
+            raise
+        self._shard_bytes = shard_bytes
+        self._pending: list[tuple[int, FeatureRow, dict[str, torch.Tensor]]] = []
+        self._pending_bytes = 0
+
+    def _open(self, fresh: Manifest) -> None:
+        """Find what is finished, remove what a killed run left half-made, state the contract on the disk."""
+        self._fresh, self._part, self._next = fresh, 0, 0
+        self._manifest = Manifest(fresh.contract, fresh.dataset_hash, fresh.dataset_rows)
+        self.done: set[int] = set()
+        known: set[str] = set()
+        found = read_manifests(self.folder) if any(self.folder.glob("manifest*.json")) else {}
+        for name, manifest in found.items():
+            manifest.contract.require(fresh.contract, str(self.folder / name), ignore=())
+            if manifest.dataset_hash != fresh.dataset_hash:
+                raise FeatureError(
+                    f"{self.folder} was begun with other data ({manifest.dataset_rows} rows, hash "
+                    f"{manifest.dataset_hash[:12]}; now {fresh.dataset_rows} rows, hash {fresh.dataset_hash[:12]}): "
+                    "dump into a new folder, or give the same input file and --max-length"
+                )
+            for shard in manifest.shards:
+                self.done.update(shard.indices)
+                known.add(shard.file)
+        while manifest_name(self._worker, self._part) in found:
+            self._manifest = found[manifest_name(self._worker, self._part)]
+            self._part += 1
+        self._part = max(0, self._part - 1)
+        manifest_file = manifest_name(self._worker, self._part)
+        for path in list(self.folder.iterdir()):
+            name = path.name.removeprefix(TEMPORARY_PREFIX)
+            half_written = path.name != name and (name.startswith(self._prefix) or name == manifest_file)
+            unnamed = path.name.startswith(self._prefix) and path.name not in known
+            if half_written or unnamed:
+                path.unlink()
+        numbers = [int(name[len(self._prefix) :].split(".")[0]) for name in known if name.startswith(self._prefix)]
+        self._next = max(numbers, default=-1) + 1
+        if not self._manifest.shards:
+            self._manifest.save(self.folder / manifest_file)
+
+    def add(self, index: int, row: FeatureRow) -> None:
+        """Take one row; it is on the disk after the shard is full, or at :meth:`close`.
+
+        Args:
+            index: place of the row in the data set.
+            row: its features.
+
+        Raises:
+            FeatureError: a row already stored, one that breaks the contract, or a disk that is full.
+        """
+        if index in self.done:
+            raise FeatureError(f"row {index} ({row.row_id!r}) is already stored in {self.folder}")
+        encoded = encode_row(row, self._manifest.contract)
+        self.done.add(index)
+        self._pending.append((index, row, encoded))
+        self._pending_bytes += row_bytes(encoded)
+        if self._pending_bytes >= self._shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending rows as one shard, then the manifest that names it."""
+        if not self._pending:
+            return
+        manifest = self._manifest
+        meta = {"format": "modelopt_eagle.features", "contract": json.dumps(manifest.contract.to_dict())}
+        content = save(join_rows([encoded for _, _, encoded in self._pending]), metadata=meta)
+        name = f"{self._prefix}{self._next:06d}.safetensors"
+        write_durably(self.folder / name, content)
+        if len(manifest.shards) >= SHARDS_PER_MANIFEST:
+            manifest = Manifest(manifest.contract, manifest.dataset_hash, manifest.dataset_rows)
+            self._manifest, self._part = manifest, self._part + 1
+        manifest.shards.append(
+            ShardEntry(
+                file=name,
+                bytes=len(content),
+                sha256=hashlib.sha256(content).hexdigest(),
+                row_ids=[row.row_id for _, row, _ in self._pending],
+                indices=[index for index, _, _ in self._pending],
+                categories=[row.category for _, row, _ in self._pending],
+                tokens=[len(row) for _, row, _ in self._pending],
+                supervised=[int(row.supervised.sum()) for _, row, _ in self._pending],
+            )
+        )
+        manifest.save(self.folder / manifest_name(self._worker, self._part))
+        self._next += 1
+        self._pending, self._pending_bytes = [], 0
+
+    def close(self) -> None:
+        """Write what is pending and let go of the share."""
+        try:
+            self.flush()
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
