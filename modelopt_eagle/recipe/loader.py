@@ -73,7 +73,8 @@ def find_recipe(path: str | Path) -> Path:
         return path
     shipped = {file.stem: file for file in sorted(recipe_folder().glob("*.yaml"))}
     if str(path) in shipped:
-        return shipped[str(path)]
+        file = shipped[str(path)]
+        return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     if path.is_dir():
         raise RecipeError(f"{path}: expected a YAML file, found a folder")
     near = nearest(path.stem, shipped)

@@ -42,6 +42,25 @@ class ModelSection(Section):
     )
 
 
+    def load_arguments(self) -> dict[str, Any]:
+        """Arguments for ``load_target``: ``load_target(**recipe.model.load_arguments())``.
+
+        ``dtype: auto`` becomes float32 where the target runs on a CPU, whose bfloat16 is many times slower.
+        """
+        import torch
+
+        on_cpu = self.device == "cpu" or (self.device == "auto" and not torch.accelerator.is_available())
+        return {
+            "name": self.base_model,
+            "dtype": "float32" if self.dtype == "auto" and on_cpu else self.dtype,
+            "device": self.device,
+            "revision": self.revision,
+            "attn_implementation": self.attn_implementation,
+            "trust_remote_code": self.trust_remote_code,
+            "chat_template": self.chat_template,
+        }
+
+
 class DataSection(Section):
     """The conversations, and where the target's features of them come from."""
 
