@@ -4,13 +4,16 @@ from modelopt_eagle.target.capture import LayerCapture, check_layer_ids, default
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.load import load_target
 from modelopt_eagle.target.model import Target, TargetOutput
+from modelopt_eagle.target.tables import TargetTables, load_target_tables
 
 __all__ = [
     "LayerCapture",
     "Target",
     "TargetHead",
     "TargetOutput",
+    "TargetTables",
     "check_layer_ids",
     "default_layer_ids",
     "load_target",
+    "load_target_tables",
 ]

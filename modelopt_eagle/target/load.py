@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from modelopt_eagle.errors import TargetError
+from modelopt_eagle.target.checkpoint_files import content_revision
 from modelopt_eagle.target.convert import convert_gguf, convert_quickstart
 from modelopt_eagle.target.identity import local_name
 from modelopt_eagle.target.model import Target
@@ -53,6 +54,7 @@ def load_target(
         "revision": revision or "main",
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
+        "ignore_mismatched_sizes": True,  # not ignored: _check_loading names the tensors
     }
     spread = device == "auto" and torch.accelerator.is_available()
     if spread:
@@ -70,7 +72,7 @@ def load_target(
         load_tokenizer(place, revision, trust_remote_code, chat_template),
         name=local_name(place) if name == "quickstart" else str(name),
         source=place if local else None,
-        revision=None if local else getattr(config, "_commit_hash", None),
+        revision=None if local else content_revision(place, revision),
     )
 
 
@@ -198,7 +200,7 @@ def _model_type(place) -> str | None:
 def _check_loading(name, loading: dict) -> None:
     """Refuse weights that lack tensors or have them in other sizes; transformers would fill in random ones."""
     for kind in ("missing_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in loading.get(kind) or ())
+        keys = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading.get(kind) or ())
         if keys:
             raise TargetError(
                 f"{name}: the checkpoint does not hold all of the model: {len(keys)} {kind.replace('_', ' ')}, such as "

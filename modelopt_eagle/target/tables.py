@@ -1,0 +1,209 @@
+"""The target's tables read straight from its safetensors, for training from stored features without the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from modelopt_eagle.errors import TargetError
+from modelopt_eagle.target import identity
+from modelopt_eagle.target.checkpoint_files import CheckpointFiles, content_revision
+from modelopt_eagle.target.head import TargetHead
+from modelopt_eagle.target.load import causal_class, first_line, load_config, load_tokenizer, resolve
+from modelopt_eagle.target.parts import TargetParts, find_parts
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
+
+
+@dataclass(frozen=True)
+class TargetTables:
+    """What training from stored features needs of a target.
+
+    Attributes:
+        embedding_weight: [V, Ht] the token table, unscaled.
+        final_norm: the norm after the last layer, frozen; turns pre-norm final states into post-norm ones.
+        head: ``TargetHead`` with the weight [V, Ht]; it shares storage with ``embedding_weight`` if they are tied.
+        config: the text config.
+        tokenizer: with the chat template in effect.
+        name: of the model.
+        revision: commit hash on the hub, or a fingerprint of the local content.
+    """
+
+    embedding_weight: torch.Tensor
+    final_norm: nn.Module
+    head: TargetHead
+    config: object
+    tokenizer: object
+    name: str
+    revision: str
+
+    def identity(self) -> dict:
+        """The same as ``Target.identity()`` of the same model."""
+        return {
+            "model": self.name,
+            "revision": self.revision,
+            "tokenizer_hash": identity.tokenizer_hash(self.tokenizer),
+            "template_hash": identity.template_hash(self.tokenizer),
+            "hidden_size": self.config.hidden_size,
+            "num_layers": self.config.num_hidden_layers,
+            "vocab_size": self.head.weight.shape[0],
+        }
+
+
+def load_target_tables(
+    name: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template: str | Path | None = None,
+) -> TargetTables:
+    """Read embedding, final norm and output head of a target, and nothing else of its weights.
+
+    The structure comes from the config (the model is built without memory); its tables are then looked for in the
+    checkpoint under the one prefix that also holds the text model's last layer and final norm, so that keys nested in
+    a wrapper, or a second table named alike, lead to the right one.
+
+    Args:
+        name, dtype, device, revision, trust_remote_code, chat_template: as in ``load_target``; ``device`` is a device.
+
+    Raises:
+        TargetError: no safetensors, a file that is cut short, a table that is missing, ambiguous, of another size, or
+            quantised; near matches are listed.
+    """
+    if dtype not in _DTYPES:
+        raise TargetError(f"expected a dtype of {', '.join(_DTYPES)}; found {dtype!r}")
+    place = resolve(name)
+    config = load_config(place, revision, trust_remote_code)
+    model = _skeleton(causal_class(config, name, trust_remote_code), config, name, trust_remote_code)
+    text_config = config.get_text_config(decoder=True)
+    parts = find_parts(model, text_config)
+    files = CheckpointFiles(place, revision)
+    prefix = _text_prefix(files, parts, (text_config.vocab_size, text_config.hidden_size))
+
+    embedding = files.tensor(prefix + _leaf(parts, "embedding") + ".weight")  # [V,Ht]
+    head_weight, head_bias = _read_head(files, parts, prefix, embedding)  # [V,Ht], [V] or None
+    norm_prefix = prefix + _leaf(parts, "final_norm") + "."
+    final_norm = parts.final_norm.to_empty(device="cpu")
+    state = {key: files.tensor(norm_prefix + key) for key in final_norm.state_dict()}
+    final_norm.load_state_dict(state)
+
+    kind = _DTYPES[dtype] or embedding.dtype
+    tied = head_weight is embedding
+    embedding = embedding.to(device, kind)
+    head_weight = embedding if tied else head_weight.to(device, kind)
+    head_bias = None if head_bias is None else head_bias.to(device, kind)
+    local = isinstance(place, Path)
+    return TargetTables(
+        embedding,
+        final_norm.to(device, kind).eval().requires_grad_(False),
+        TargetHead.from_config(text_config, head_weight, head_bias),
+        text_config,
+        load_tokenizer(place, revision, trust_remote_code, chat_template),
+        identity.local_name(place) if local else str(name),
+        content_revision(place, revision),
+    )
+
+
+def _skeleton(model_class, config, name, trust_remote_code: bool) -> nn.Module:
+    """The model with all parameters on the meta device, tied as the config says."""
+    try:
+        with torch.device("meta"):
+            model = model_class.from_config(config, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+    except Exception as error:  # model code raises many kinds for sizes that do not fit together
+        raise TargetError(f"{name}: config.json does not describe a model: {first_line(error)}") from error
+    return model
+
+
+def _leaf(parts: TargetParts, part: str) -> str:
+    """The name of a part inside its backbone, such as ``embed_tokens``."""
+    return parts.names[part].rsplit(".", 1)[-1]
+
+
+def _text_prefix(files: CheckpointFiles, parts: TargetParts, shape: tuple[int, int]) -> str:
+    """The prefix (``""``, ``"model."``, ...) of the text model's keys in the checkpoint."""
+    ending = _leaf(parts, "embedding") + ".weight"
+    last_layer = f"{_leaf(parts, 'layers')}.{len(parts.layers) - 1}."
+    norm_keys = [f"{_leaf(parts, 'final_norm')}.{key}" for key in parts.final_norm.state_dict()]
+    prefixes = []
+    for key in files.keys:
+        if key != ending and not key.endswith("." + ending):
+            continue
+        prefix = key[: -len(ending)]
+        whole = any(other.startswith(prefix + last_layer) for other in files.keys)
+        if whole and all(prefix + norm in files.keys for norm in norm_keys) and _fits(files.shape(key), shape):
+            prefixes.append(prefix)
+    own = parts.names["backbone"] + "." if parts.names["backbone"] else ""
+    if len(prefixes) > 1 and own in prefixes:
+        prefixes = [own]
+    if len(prefixes) == 1:
+        return prefixes[0]
+    found = "none" if not prefixes else "several: " + ", ".join(prefix + ending for prefix in prefixes)
+    raise TargetError(
+        f"{files.place}: expected one table …{ending} of {shape[0]} x {shape[1]} beside …{last_layer}* and "
+        f"{', '.join('…' + key for key in norm_keys)}; found {found}. Near matches: {_near(files, ending)}. "
+        "Check that config.json belongs to these weights"
+    )
+
+
+def _read_head(files: CheckpointFiles, parts: TargetParts, prefix: str, embedding: torch.Tensor):
+    """Weight [V,Ht] and bias [V] (or None) of the output head; ``embedding`` itself if the two are tied."""
+    ending = _leaf(parts, "head") + ".weight"
+    keys = [key for key in files.keys if key == ending or key.endswith("." + ending)]
+    if not keys:  # GPT-NeoX calls it embed_out in the file and lm_head in memory
+        outside = [key for key in files.keys if key.endswith(".weight") and not _inside_layer(key)]
+        keys = [key for key in outside if any(word in key.split(".")[-2] for word in ("head", "out"))]
+    keys = [key for key in keys if _fits(files.shape(key), tuple(embedding.shape))]
+    tied = parts.head.weight is parts.embedding.weight
+    exact = parts.names["head"] + ".weight"
+    if len(keys) > 1:  # the head that stands nearest to the text model, or under the very name that the model gives it
+        nearness = {key: _common(key, prefix) for key in keys}
+        nearest = [key for key in keys if nearness[key] == max(nearness.values())]
+        keys = [exact] if exact in nearest else nearest
+    if len(keys) > 1 or (not keys and not tied):
+        found = ", ".join(keys) if keys else "none, and the config does not tie it to the embedding"
+        raise TargetError(
+            f"{files.place}: expected one output head …{ending} of {tuple(embedding.shape)}; found {found}. "
+            f"Near matches: {_near(files, ending)}"
+        )
+    if not keys:
+        return embedding, None
+    weight = files.tensor(keys[0])  # [V,Ht]
+    bias_key = keys[0][: -len("weight")] + "bias"
+    bias = files.tensor(bias_key) if getattr(parts.head, "bias", None) is not None else None  # [V]
+    if tied and weight.shape == embedding.shape and torch.equal(weight, embedding):
+        weight = embedding  # stored twice
+    return weight, bias
+
+
+def _fits(found: tuple[int, ...], wanted: tuple[int, int]) -> bool:
+    """Whether a table has the width wanted and at least the rows."""
+    return len(found) == 2 and found[1] == wanted[1] and found[0] >= wanted[0]
+
+
+def _common(key: str, prefix: str) -> int:
+    """How many leading components two dotted names share."""
+    count = 0
+    for left, right in zip(key.split("."), prefix.split("."), strict=False):
+        if left != right:
+            break
+        count += 1
+    return count
+
+
+def _inside_layer(key: str) -> bool:
+    """Whether a key belongs to a numbered module."""
+    return any(part.isdigit() for part in key.split("."))
+
+
+def _near(files: CheckpointFiles, ending: str) -> str:
+    """Keys outside the layers that look like tables, with their shapes."""
+    words = ("embed", "wte", "head", "output", "norm", ending.split(".")[0])
+    outside = [key for key in files.keys if not _inside_layer(key)]
+    near = [key for key in outside if any(word in key for word in words)]
+    return ", ".join(f"{key} {files.shape(key)}" for key in near[:10]) or "none"
