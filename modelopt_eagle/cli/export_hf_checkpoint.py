@@ -1,0 +1,108 @@
+"""Export a trained head as one folder that vLLM, SGLang and TensorRT-LLM load (`scripts/export_hf_checkpoint.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from modelopt_eagle.errors import ExportError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="export_hf_checkpoint.py", description=__doc__)
+    parser.add_argument(
+        "--model_path", required=True, type=Path, help="a training checkpoint, a run's output folder, or any head"
+    )
+    parser.add_argument("--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the exported numbers; default: as they are"
+    )
+    parser.add_argument(
+        "--layer-names",
+        "--layer_names",
+        choices=("midlayer", "layers"),
+        default="midlayer",
+        help="names in a one-layer head; midlayer (default) is read by all three engines",
+    )
+    parser.add_argument(
+        "--rope-scaling",
+        "--rope_scaling",
+        help='a scaling to declare for long contexts, JSON, such as \'{"rope_type": "yarn", "factor": 4.0}\'',
+    )
+    parser.add_argument("--base_model", help="check the head against this target and complete its config from it")
+    parser.add_argument("--report", type=Path, help="acceptance.json for the model card; default: beside the checkpoint")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
+    parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the folder to the hub afterwards")
+    return parser
+
+
+def parse_rope_scaling(text: str | None) -> dict | None:
+    """The option's JSON.
+
+    Raises:
+        ExportError: not JSON, no object, or without a rope type.
+    """
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ExportError(f"--rope-scaling is not JSON: {error}") from error
+    if not isinstance(value, dict) or "rope_type" not in value:
+        raise ExportError(f'--rope-scaling must be an object with "rope_type", found {text}')
+    return value
+
+
+def find_report(model_path: Path, folder: Path, given: Path | None) -> dict:
+    """``acceptance.json`` as given, or from the run the checkpoint lies in; empty if there is none.
+
+    Raises:
+        ExportError: a given file that is missing or no JSON.
+    """
+    places = [given] if given else [root / "report" / "acceptance.json" for root in (model_path, folder, folder.parent)]
+    for place in places:
+        if place.is_file():
+            try:
+                return json.loads(place.read_text(encoding="utf-8"))
+            except json.JSONDecodeError as error:
+                raise ExportError(f"{place} is not JSON: {error}") from error
+    if given:
+        raise ExportError(f"{given} is missing; ar_validate.py writes it")
+    return {}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    from modelopt_eagle.export import export_checkpoint, read_head
+
+    rope_scaling = parse_rope_scaling(arguments.rope_scaling)
+    head = read_head(arguments.model_path)
+    target = None
+    if arguments.base_model:
+        from modelopt_eagle.target import load_target_tables
+
+        target = load_target_tables(arguments.base_model)
+    report = export_checkpoint(
+        head.module,
+        head.config,
+        arguments.export_path,
+        target=target,
+        dtype=arguments.dtype,
+        layer_names=arguments.layer_names,
+        rope_scaling=rope_scaling,
+        overwrite=arguments.overwrite,
+        report=find_report(arguments.model_path, head.folder, arguments.report),
+    )
+    print(f"read      {head.folder} ({head.layout})")
+    print(f"exported  {report.path}: {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB")
+    print(f"compared  every tensor equal, logits of one forward pass within {report.logits_difference:.1e}")
+    for note in report.notes:
+        print(f"note      {note}")
+    if arguments.push_to_hub:
+        from modelopt_eagle.export.hub import push_to_hub
+
+        print(f"uploaded  {push_to_hub(report.path, arguments.push_to_hub)}")
+    return 0

@@ -1,0 +1,122 @@
+"""The model card: what the head was trained on, how much it is worth, and how to serve it in each engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelopt_eagle.draft import DraftConfig
+
+TESTED = {"vLLM": "0.32.0 (run on a CPU)", "SGLang": "0.5 (by its loader's rules)", "TensorRT-LLM": "1.2 (by its loader's rules)"}
+"""Engine versions that an export was held against; see docs/serving.md."""
+
+
+def acceptance_lines(report: dict[str, Any]) -> list[str]:
+    """The acceptance section, from ``acceptance.json``."""
+    if "acceptance_length" not in report:
+        return ["Not measured. `python scripts/ar_validate.py --model_path .` measures it."]
+    low, high = report.get("ci95") or (None, None)
+    interval = f" (95 % interval {low:.3f} to {high:.3f})" if low is not None else ""
+    lines = [f"Mean acceptance length **{report['acceptance_length']:.3f}**{interval}, the target's own token included."]
+    if report.get("per_position"):
+        positions = ", ".join(f"{p:.3f}" for p in report["per_position"])
+        lines.append(f"Accepted at each drafted position: {positions}.")
+    if report.get("speedup"):
+        lines.append(f"Speed-up of this toolkit's generator over plain decoding in the same run: {report['speedup']:.2f}.")
+    rows = report.get("per_category") or {}
+    if rows:
+        lines += ["", "| category | acceptance length | 95 % interval |", "|---|---|---|"]
+        for category, entry in rows.items():
+            entry = entry if isinstance(entry, dict) else {"acceptance_length": entry}
+            bounds = entry.get("ci95")
+            shown = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
+            lines.append(f"| {category} | {entry['acceptance_length']:.3f} | {shown} |")
+    return lines
+
+
+def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
+    """Serving commands, with the target's name and this folder's settings in place."""
+    target = config.target_name or "TARGET"
+    ids = list(config.aux_layer_ids)
+    return [
+        f"vLLM, tested with {TESTED['vLLM']}:",
+        "",
+        "```bash",
+        f"vllm serve {target} --speculative-config "
+        '\'{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}\'',
+        "```",
+        "",
+        f"SGLang, tested with {TESTED['SGLang']}:",
+        "",
+        "```bash",
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\",
+        "    --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4",
+        "```",
+        "",
+        f"TensorRT-LLM, tested with {TESTED['TensorRT-LLM']}: `trtllm-serve {target} --extra_llm_api_options serve.yaml` with",
+        "",
+        "```yaml",
+        "speculative_config:",
+        "  decoding_type: Eagle3",
+        "  max_draft_len: 3",
+        "  speculative_model: THIS_FOLDER",
+        f"  eagle3_layers_to_capture: {ids}",
+        "```",
+    ]
+
+
+def training_lines(config: DraftConfig, report: dict[str, Any]) -> list[str]:
+    """What is known of the training run."""
+    lines = [f"* target: {config.target_name or 'not recorded'} ({config.target_model_type or 'type not recorded'})"]
+    lines.append(f"* reads the outputs of layers {list(config.aux_layer_ids)} (0-based), {config.num_hidden_layers} draft layer(s)")
+    share = config.draft_vocab_size / config.vocab_size
+    lines.append(f"* draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens ({share:.1%})")
+    if config.training_length:
+        lines.append(f"* longest training row: {config.training_length} tokens")
+    names = {"data": "data", "recipe": "recipe", "training_steps": "optimizer steps", "commit": "toolkit commit"}
+    for key, name in names.items():
+        if report.get(key):
+            lines.append(f"* {name}: {report[key]}")
+    return lines
+
+
+def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, Any], notes: list[str]) -> str:
+    """The text of ``README.md``.
+
+    Args:
+        config: the head's.
+        data: the content of ``config.json``.
+        report: ``acceptance.json``; keys ``data``, ``recipe``, ``commit`` and ``target_license`` are used too if there.
+        notes: added to the card as they are.
+    """
+    licence = report.get("target_license") or "that of the target; see its model card"
+    engine_notes = [f"* {note}" for note in notes]
+    parts = [
+        "---",
+        "tags: [eagle3, speculative-decoding]",
+        *([f"base_model: {config.target_name}"] if config.target_name and "/" in config.target_name else []),
+        "---",
+        "",
+        f"# EAGLE-3 draft head for {config.target_name or 'a target that was not recorded'}",
+        "",
+        "It proposes tokens that the target then verifies, so the text is the target's own.",
+        "",
+        "## Trained",
+        "",
+        *training_lines(config, report),
+        "",
+        "## Acceptance",
+        "",
+        *acceptance_lines(report),
+        *(["", "## Notes", "", *engine_notes] if engine_notes else []),
+        "",
+        "## Serve",
+        "",
+        *serve_lines(config, data),
+        "",
+        "## Licence",
+        "",
+        f"The head was made from its target: {licence}.",
+        "",
+    ]
+    return "\n".join(parts)

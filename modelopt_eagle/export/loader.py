@@ -1,0 +1,160 @@
+"""``load_draft``: a head from any folder that holds one, checked before it is handed out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.errors import CheckpointError
+
+from .folders import resolve_checkpoint
+from .names import check_names, module_tensors
+from .readers import LAYOUTS, ReadOptions, detect_layout, foreign_config
+from .universal import dtype_name, parse_dtype, parse_universal
+from .vocabulary import vocab_of
+from .weights import read_json, read_tensors
+
+
+@dataclass
+class LoadedHead:
+    """What a folder holds.
+
+    Attributes:
+        module: the head, its tensors in the dtype they were stored in (or the one asked for).
+        layout: one of :data:`~modelopt_eagle.export.readers.LAYOUTS`.
+        folder: where it was found.
+        left_out: tensors in the files that are not of the head.
+    """
+
+    module: EagleModule
+    layout: str
+    folder: Path
+    left_out: list[str]
+
+    @property
+    def config(self) -> DraftConfig:
+        """The head's configuration."""
+        return self.module.config
+
+
+def check_dtype(tensors: dict[str, Tensor], named: str | None, where: str) -> torch.dtype:
+    """The one dtype of the floating tensors.
+
+    Raises:
+        CheckpointError: several, or another than the config names.
+    """
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            by_dtype.setdefault(tensor.dtype, []).append(name)
+    if len(by_dtype) != 1:
+        found = "; ".join(f"{dtype_name(d)}: {names[0]} and {len(names) - 1} more" for d, names in by_dtype.items())
+        raise CheckpointError(f"{where} mixes dtypes ({found or 'no numbers at all'}): convert it with --dtype")
+    (dtype,) = by_dtype
+    if named is not None and parse_dtype(named) != dtype:
+        raise CheckpointError(
+            f"{where}: config.json names {named}, the tensors are {dtype_name(dtype)}; engines would cast in silence: "
+            "convert it with --dtype"
+        )
+    return dtype
+
+
+def read_config(
+    folder: Path, tensors: dict[str, Tensor], options: ReadOptions, strict: bool
+) -> tuple[DraftConfig, str, str | None]:
+    """``(config, layout, dtype named)`` of a folder; ``tensors`` under the names in its files."""
+    where = str(folder)
+    if options.layout is not None and options.layout not in LAYOUTS:
+        raise CheckpointError(f"layout {options.layout!r} is unknown; known are {', '.join(LAYOUTS)}")
+    if options.layout in (None, "training") and (folder / "draft_config.json").is_file():
+        return DraftConfig.from_dict(read_json(folder / "draft_config.json")), "training", None
+    data = read_json(folder / "config.json")
+    layout = options.layout or detect_layout(data, tensors, where)
+    layer = data.get("transformer_layer_config") if isinstance(data.get("transformer_layer_config"), dict) else {}
+    named = data.get("torch_dtype") or data.get("dtype") or layer.get("torch_dtype") or layer.get("dtype")
+    renamed, _ = module_tensors(tensors)
+    if layout == "universal":
+        own = "embed_tokens.weight" in renamed
+        config = parse_universal(data, strict=strict, own_embedding=own, where=where)
+        if "t2d" in renamed and config.vocab_size <= config.draft_vocab_size:
+            config.vocab_size = len(renamed["t2d"])
+        return config, layout, named
+    return foreign_config(data, renamed, layout, options, where), layout, named
+
+
+def read_head(
+    path: str | Path,
+    *,
+    vocab_size: int | None = None,
+    tokenizer_hash: str | None = None,
+    strict: bool = True,
+    dtype: str | torch.dtype | None = None,
+    options: ReadOptions | None = None,
+) -> LoadedHead:
+    """Read a head and say where it came from.
+
+    Args:
+        path: an export, another tool's head, a training checkpoint, or a run's output folder.
+        vocab_size: the target's vocabulary V; a head for another is refused.
+        tokenizer_hash: of the target's tokenizer; a head that names another is refused.
+        strict: refuse config keys that nothing reads, and dtypes that the config does not name.
+        dtype: cast floating tensors to it, instead of checking theirs.
+        options: answers to what another tool's folder leaves open.
+
+    Raises:
+        CheckpointError: see the modules of this room; the message names the folder and what mends it.
+    """
+    folder, options = resolve_checkpoint(path), options or ReadOptions()
+    where = str(folder)
+    stored = read_tensors(folder)
+    if any(name.endswith(("weight_scale", "weight_scale_2", "input_scale")) for name in stored):
+        raise CheckpointError(f"{where} is quantised: load the head it was made from; engines read this one")
+    config, layout, named = read_config(folder, stored, options, strict)
+    tensors, left_out = module_tensors(stored)
+    if vocab_size is not None and config.vocab_size != vocab_size:
+        raise CheckpointError(
+            f"{where} is a head for a vocabulary of {config.vocab_size} tokens, the target has {vocab_size}"
+        )
+    if tokenizer_hash and config.tokenizer_hash and tokenizer_hash != config.tokenizer_hash:
+        raise CheckpointError(
+            f"{where} was trained for another tokenizer (hash {config.tokenizer_hash}"
+            f"{', ' + config.target_name if config.target_name else ''}; the target's is {tokenizer_hash}): its token ids "
+            "mean other words; use the head of this target"
+        )
+    dtype = parse_dtype(dtype)
+    stored_dtype = dtype or (check_dtype(tensors, named, where) if strict else None)
+    vocab = vocab_of(tensors, config.draft_vocab_size, config.vocab_size, where, options.d2t_convention)
+    with torch.random.fork_rng(devices=[]):  # the initial numbers are overwritten; leave the caller's stream alone
+        module = EagleModule(config, vocab)
+    check_names(tensors, config, module, where)
+    state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    if stored_dtype is not None:
+        state = {name: tensor.to(stored_dtype) for name, tensor in state.items()}
+    state = {name: tensor.clone() for name, tensor in state.items()}  # not a view of the file
+    bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise CheckpointError(f"{where}: {', '.join(bad[:4])} hold numbers that are not finite")
+    module.load_state_dict({**state, "d2t": vocab.d2t, "t2d": vocab.t2d}, assign=True)
+    return LoadedHead(module, layout, folder, left_out)
+
+
+def load_draft(
+    path: str | Path,
+    *,
+    vocab_size: int | None = None,
+    tokenizer_hash: str | None = None,
+    strict: bool = True,
+    dtype: str | torch.dtype | None = None,
+    options: ReadOptions | None = None,
+) -> EagleModule:
+    """The head in a folder, as an :class:`EagleModule` with its :class:`DraftConfig` under ``.config``.
+
+    Arguments and errors as :func:`read_head`.
+    """
+    return read_head(
+        path, vocab_size=vocab_size, tokenizer_hash=tokenizer_hash, strict=strict, dtype=dtype, options=options
+    ).module

@@ -1,0 +1,209 @@
+"""Heads of other tools as a :class:`DraftConfig`: which tool wrote a folder, and what its config means.
+
+| layout | told by | captured layers |
+|---|---|---|
+| training | ``draft_config.json`` | canonical |
+| speculators | ``speculators_model_type`` | top level, layer inputs |
+| universal | both id lists, or a ``modelopt_eagle`` entry | both, checked against each other |
+| modelopt | ``layers.0.*`` tensors | nested, canonical |
+| specforge | ``midlayer.*`` and an ``eagle_config`` | nested, canonical |
+| eagle | ``midlayer.*`` and no ids (SafeAILab) | from code: layer inputs 2, n//2, n-3 |
+
+What a folder does not say is asked for by a flag, never guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids, default_aux_layer_ids
+from modelopt_eagle.errors import CheckpointError, TargetError
+
+from .universal import FLAGS, LATENT_SIZES, aux_ids_of, parse_rope
+
+LAYOUTS = ("training", "universal", "speculators", "modelopt", "specforge", "eagle")
+LLAMA_KINDS = {"llama", "qwen2", "qwen3", "eagle", "mistral", None}
+"""``model_type`` values whose one-layer draft is a Llama layer; a Qwen3 draft with query norms fails on its names."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Answers to what a foreign folder leaves open.
+
+    Attributes:
+        layout: which tool wrote it, one of :data:`LAYOUTS`.
+        aux_layer_ids: canonical ids of the captured layers.
+        target_layers: number of layers of the target, for heads whose ids follow from it.
+        norm_before_residual: for heads of tools that do not say.
+        d2t_convention: ``offset`` or ``absolute``.
+    """
+
+    layout: str | None = None
+    aux_layer_ids: tuple[int, ...] | None = None
+    target_layers: int | None = None
+    norm_before_residual: bool | None = None
+    d2t_convention: str | None = None
+
+
+def detect_layout(config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> str:
+    """Which of :data:`LAYOUTS` a folder with a ``config.json`` has.
+
+    Raises:
+        CheckpointError: none of them, with what was looked for.
+    """
+    if config.get("speculators_model_type") or "transformer_layer_config" in config:
+        return "speculators"
+    nested = config.get("eagle_config")
+    top_ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if "modelopt_eagle" in config or (top_ids and nested and nested.get("eagle_aux_hidden_state_layer_ids")):
+        return "universal"
+    names = [name.removeprefix("model.") for name in tensors]
+    if any(name.startswith("layers.") for name in names):
+        return "modelopt"
+    if any(name.startswith("midlayer.") for name in names):
+        return "specforge" if isinstance(nested, dict) or top_ids else "eagle"
+    raise CheckpointError(
+        f"{where} is no EAGLE-3 head that is known here: expected tensors named midlayer.* or layers.N.*, found "
+        f"{', '.join(sorted(tensors)[:4]) or 'none'}"
+    )
+
+
+def speculators_kind(config: dict[str, Any], where: str) -> None:
+    """Refuse speculators checkpoints of other algorithms."""
+    kind = config.get("speculators_model_type")
+    if kind != "eagle3":
+        raise CheckpointError(f"{where}: speculators_model_type is {kind!r}; eagle3 heads are read")
+    if not isinstance(config.get("transformer_layer_config"), dict):
+        raise CheckpointError(f"{where}: transformer_layer_config is missing")
+
+
+def foreign_ids(config: dict[str, Any], num_aux: int, options: ReadOptions, where: str) -> tuple[int, ...]:
+    """Canonical ids of the captured layers, from the flag, the config, or the target's depth.
+
+    Raises:
+        CheckpointError: not said anywhere, or another number than ``fc`` is wide.
+    """
+    ids = options.aux_layer_ids or aux_ids_of(config, where)
+    if ids is None:
+        if options.target_layers is None:
+            raise CheckpointError(
+                f"{where} does not say which layers of the target it reads. How many layers has the target (the usual "
+                "three follow from it)? answer with --base-model or --target-layers, or name them: --aux-layer-ids "
+                "(output of layer k, 0-based)"
+            )
+        ids = default_aux_layer_ids(options.target_layers)
+    elif options.target_layers is not None:
+        try:
+            ids = check_aux_layer_ids(ids, options.target_layers)
+        except TargetError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+    if len(ids) != num_aux:
+        raise CheckpointError(f"{where}: fc reads {num_aux} layers, and {len(ids)} are named: {list(ids)}")
+    return tuple(ids)
+
+
+def count_aux(fc_width: int, target_hidden: int | None, hidden: int, config: dict[str, Any], where: str) -> tuple[int, int]:
+    """``(A, Ht)`` from the width of ``fc`` and what the config says.
+
+    Raises:
+        CheckpointError: widths that do not divide.
+    """
+    named = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    if target_hidden is None:
+        target_hidden = hidden if fc_width % hidden == 0 else fc_width // (len(named) if named else 3)
+    if target_hidden < 1 or fc_width % target_hidden:
+        raise CheckpointError(f"{where}: fc reads {fc_width} numbers, no multiple of the target's width {target_hidden}")
+    return fc_width // target_hidden, target_hidden
+
+
+def foreign_config(
+    config: dict[str, Any], tensors: dict[str, Tensor], layout: str, options: ReadOptions, where: str
+) -> DraftConfig:
+    """The :class:`DraftConfig` of another tool's head.
+
+    Args:
+        config: its ``config.json``.
+        tensors: under the module's names.
+
+    Raises:
+        CheckpointError: a key or tensor missing, a convention that is not told, another architecture.
+    """
+    outer, layer = config, config
+    if layout == "speculators":
+        speculators_kind(config, where)
+        layer = config["transformer_layer_config"]
+    missing = [name for name in ("fc.weight", "lm_head.weight") if name not in tensors]
+    if missing:
+        raise CheckpointError(
+            f"{where} holds no {' and no '.join(missing)}; an EAGLE-3 head has both (a head that shares the target's "
+            "lm_head must be saved with its rows)"
+        )
+    if layer.get("model_type") not in LLAMA_KINDS and not layer.get("kv_lora_rank"):
+        raise CheckpointError(f"{where}: model_type {layer.get('model_type')!r} is no draft layer that is known here")
+    heads, hidden = layer.get("num_attention_heads"), layer.get("hidden_size")
+    if not heads or not hidden or not layer.get("intermediate_size"):
+        raise CheckpointError(f"{where}: hidden_size, intermediate_size and num_attention_heads must be in its config")
+    num_aux, target_hidden = count_aux(
+        tensors["fc.weight"].shape[1], outer.get("target_hidden_size"), hidden, outer, where
+    )
+    draft_size = int(tensors["lm_head.weight"].shape[0])
+    vocab_size = int(layer.get("vocab_size") or draft_size)
+    if "t2d" in tensors and vocab_size <= draft_size:
+        vocab_size = len(tensors["t2d"])  # its config repeats the draft's size; the table tells the target's
+    flags = {name: bool(outer.get(name, layer.get(name, False))) for name in FLAGS}
+    nested = outer.get("eagle_config") or {}
+    flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
+    if options.norm_before_residual is not None:
+        flags["norm_before_residual"] = options.norm_before_residual
+    elif layout == "speculators" and "norm_before_residual" not in outer:
+        flags["norm_before_residual"] = True  # what vLLM takes when the key is absent
+    decoder = "kimik2" if layer.get("kv_lora_rank") else "llama"
+    theta, scaling = parse_rope(layer, where)
+    values: dict[str, Any] = {
+        "hidden_size": hidden,
+        "target_hidden_size": target_hidden,
+        "intermediate_size": layer["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": layer.get("num_key_value_heads") or heads,
+        "head_dim": layer.get("head_dim") or hidden // heads,
+        "num_hidden_layers": layer.get("num_hidden_layers") or 1,
+        "rms_norm_eps": layer.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": layer.get("max_position_embeddings") or 2048,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": draft_size,
+        "aux_layer_ids": foreign_ids(outer, num_aux, options, where),
+        "decoder_type": decoder,
+        "hidden_act": layer.get("hidden_act", "silu"),
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+        "mlp_bias": "layers.0.mlp.gate_proj.bias" in tensors,
+        "own_embedding": "embed_tokens.weight" in tensors,
+        **flags,
+        **{name: layer.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+    if decoder == "kimik2":
+        values.update({name: layer.get(name) for name in LATENT_SIZES})
+    if layout == "speculators":
+        verifier = ((outer.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+        values["target_name"] = verifier
+    return DraftConfig.from_dict(values)
+
+
+def parse_ids(text: str | None) -> tuple[int, ...] | None:
+    """``"1,14,26" -> (1, 14, 26)``.
+
+    Raises:
+        CheckpointError: anything else.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.replace(" ", ",").split(",") if part)
+    except ValueError as error:
+        raise CheckpointError(f"layer ids must be integers with commas between, such as 1,14,26; found {text!r}") from error

@@ -1,0 +1,183 @@
+"""``config.json`` of the universal checkpoint: the keys that vLLM, SGLang and TensorRT-LLM read, each with one meaning."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.errors import CheckpointError
+
+FORMAT_VERSION = 1
+ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "kimik2": "Eagle3DeepseekV2ForCausalLM"}
+# vLLM rewrites every draft of type deepseek_v3 into a multi-token-prediction model, and keeps deepseek_v2 as it is.
+MODEL_TYPES = {"llama": "llama", "kimik2": "deepseek_v2"}
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+SAME_NAME = (
+    "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers", "rms_norm_eps", "max_position_embeddings", "vocab_size", "draft_vocab_size", "hidden_act",
+    "attention_bias", "mlp_bias", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+RECORD = ("target_name", "target_model_type", "tokenizer_hash", "training_length", "extra")
+"""What no engine reads; kept under ``modelopt_eagle``."""
+IGNORED = (
+    "architectures", "model_type", "torch_dtype", "dtype", "tie_word_embeddings", "transformers_version", "use_cache",
+    "initializer_range", "attention_dropout", "pretraining_tp", "quantization_config", "modelopt_eagle", "rope_theta",
+    "rope_scaling", "rope_parameters", "eagle_config", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states",
+    "_name_or_path", "unk_token_id",
+)  # fmt: skip
+"""Read elsewhere, or of no effect on a head's numbers."""
+NESTED = (
+    "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "next_layer_regular",
+    "use_input_layernorm_in_first_layer", "use_last_layernorm", "norm_before_fc",
+)  # fmt: skip
+NESTED_ALWAYS = {
+    "use_aux_hidden_state": True,
+    "next_layer_regular": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16 -> "bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A floating torch dtype by its name.
+
+    Raises:
+        CheckpointError: no such dtype.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"dtype {name!r} is unknown; use float32, bfloat16 or float16")
+    return dtype
+
+
+def universal_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of ``config.json`` for a head whose tensors are written in ``dtype``.
+
+    The captured layers are named twice: under ``eagle_config`` canonically (output of layer k; SGLang adds one,
+    TensorRT-LLM counts the same way), at top level one higher (layer inputs, which vLLM reads raw).
+    """
+    theta, scaling = float(config.rope_theta), config.rope_scaling
+    rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    data: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.decoder_type]],
+        "model_type": MODEL_TYPES[config.decoder_type],
+        "torch_dtype": dtype_name(dtype),
+        "dtype": dtype_name(dtype),
+        "tie_word_embeddings": False,
+    }
+    data.update({name: getattr(config, name) for name in SAME_NAME})
+    if config.decoder_type == "kimik2":
+        data.update({name: getattr(config, name) for name in LATENT_SIZES})
+    data.update({"rope_theta": theta, "rope_scaling": dict(scaling) if scaling else None, "rope_parameters": rope})
+    data.update({name: True for name in FLAGS if getattr(config, name)})
+    data["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in config.aux_layer_ids]
+    data["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids), **NESTED_ALWAYS}
+    if config.norm_before_fc:
+        data["eagle_config"]["norm_before_fc"] = True
+    record = {name: getattr(config, name) for name in RECORD if getattr(config, name)}
+    data["modelopt_eagle"] = {"format": FORMAT_VERSION, "decoder_type": config.decoder_type, **record}
+    return data
+
+
+def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+    """Rotary base and scaling from either layout, or both if they agree.
+
+    Raises:
+        CheckpointError: two bases or two types.
+    """
+    new = dict(data.get("rope_parameters") or {})
+    old = dict(data.get("rope_scaling") or {})
+    bases = {float(b) for b in (new.pop("rope_theta", None), old.pop("rope_theta", None), data.get("rope_theta")) if b}
+    if len(bases) > 1:
+        raise CheckpointError(f"{where} declares several rotary bases: {sorted(bases)}; keep the one it was trained with")
+    for block in (new, old):
+        kind = block.pop("type", None)
+        if kind is not None:
+            block.setdefault("rope_type", kind)
+        if block.get("rope_type") == "default":
+            block.clear()
+    if new and old and new != old:
+        raise CheckpointError(f"{where}: rope_parameters {new} and rope_scaling {old} differ; keep one")
+    scaling = new or old or None
+    return (bases.pop() if bases else 10000.0), scaling
+
+
+def check_known_keys(data: dict[str, Any], where: str) -> None:
+    """Refuse keys that nothing reads: a flag that the graph ignores serves other numbers than were trained.
+
+    Raises:
+        CheckpointError: an unknown key, top level or under ``eagle_config``, with the nearest known one.
+    """
+    known = {*SAME_NAME, *FLAGS, *LATENT_SIZES, *IGNORED}
+    nested = data.get("eagle_config") or {}
+    for key, names in [*((k, known) for k in data), *((k, set(NESTED)) for k in nested)]:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            raise CheckpointError(
+                f"{where}: nothing reads the key {key!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+                + "; remove it, or load with strict=False (--no-strict)"
+            )
+    for key, value in NESTED_ALWAYS.items():
+        if nested.get(key, value) != value:
+            raise CheckpointError(f"{where}: eagle_config.{key} is {nested[key]!r}; this toolkit has heads with {value}")
+
+
+def aux_ids_of(data: dict[str, Any], where: str) -> tuple[int, ...] | None:
+    """Canonical layer ids from the two places that carry them; ``None`` if neither does.
+
+    Raises:
+        CheckpointError: the two disagree, or a top-level id has no layer output (0 is the embedding).
+    """
+    nested = (data.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    top = data.get("eagle_aux_hidden_state_layer_ids")
+    if top and min(top) < 1:
+        raise CheckpointError(f"{where}: top-level ids {list(top)} are layer inputs; 0 would be the embedding")
+    if nested and top and [i + 1 for i in nested] != list(top):
+        raise CheckpointError(
+            f"{where}: eagle_config names layers {list(nested)} (outputs, 0-based), the top level {list(top)} (inputs, so "
+            f"outputs {[i - 1 for i in top]}); which were captured in training? answer with --aux-layer-ids"
+        )
+    ids = nested or ([i - 1 for i in top] if top else None)
+    return tuple(int(i) for i in ids) if ids else None
+
+
+def parse_universal(data: dict[str, Any], *, strict: bool, own_embedding: bool, where: str) -> DraftConfig:
+    """Inverse of :func:`universal_config`.
+
+    Raises:
+        CheckpointError: missing, unknown or contradicting keys.
+    """
+    if strict:
+        check_known_keys(data, where)
+    record = data.get("modelopt_eagle") or {}
+    decoder = record.get("decoder_type") or ("kimik2" if data.get("kv_lora_rank") else "llama")
+    if decoder not in ARCHITECTURES or data.get("architectures") != [ARCHITECTURES[decoder]]:
+        raise CheckpointError(
+            f"{where}: architectures {data.get('architectures')} is not what a {decoder} head has: "
+            f"{[ARCHITECTURES.get(decoder)]}"
+        )
+    ids = aux_ids_of(data, where)
+    if ids is None:
+        raise CheckpointError(f"{where} names no auxiliary layers: give them with --aux-layer-ids")
+    theta, scaling = parse_rope(data, where)
+    values = {name: data[name] for name in SAME_NAME if name in data}
+    values.update({name: bool(data.get(name, False)) for name in FLAGS})
+    if decoder == "kimik2":
+        values.update({name: data.get(name) for name in LATENT_SIZES})
+    values.update({name: record[name] for name in RECORD if name in record})
+    return DraftConfig.from_dict(
+        {**values, "decoder_type": decoder, "aux_layer_ids": ids, "rope_theta": theta, "rope_scaling": scaling,
+         "own_embedding": own_embedding}  # fmt: skip
+    )

@@ -1,0 +1,95 @@
+"""Decode prompts in vLLM, with or without a draft head, and write what the engine itself counted.
+
+This file runs in the engine's own interpreter, as `python vllm_runner.py JOB.json RESULT.json`, and imports nothing of
+this package. JOB: `model`, `draft` (folder or null), `prompts` (lists of token ids), `max_new_tokens`,
+`num_speculative_tokens`, `dtype`, `max_model_len` (or null), `logprobs` (null, or how many of the best tokens to
+report for the first new token). RESULT: `engine_version`, `token_ids`, `texts`, `seconds`, `aux_layer_ids` (as the
+engine set them), `drafts`, `draft_tokens`, `accepted_per_position` and, when asked for, `first_token_logprobs`.
+"""
+
+import json
+import os
+import sys
+import time
+
+
+def counters(llm):
+    """The engine's counters of speculative decoding, summed over engines: name -> int or list of ints."""
+    found = {"drafts": 0, "draft_tokens": 0, "accepted_per_position": []}
+    names = {
+        "vllm:spec_decode_num_drafts": "drafts",
+        "vllm:spec_decode_num_draft_tokens": "draft_tokens",
+        "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_per_position",
+    }
+    for metric in llm.get_metrics():
+        key = names.get(metric.name)
+        if key == "accepted_per_position":
+            old = found[key] or [0] * len(metric.values)
+            found[key] = [a + b for a, b in zip(old, metric.values, strict=True)]
+        elif key is not None:
+            found[key] += metric.value
+    return found
+
+
+def difference(after, before):
+    """What was counted between two readings."""
+    start = before["accepted_per_position"] or [0] * len(after["accepted_per_position"])
+    return {
+        "drafts": after["drafts"] - before["drafts"],
+        "draft_tokens": after["draft_tokens"] - before["draft_tokens"],
+        "accepted_per_position": [a - b for a, b in zip(after["accepted_per_position"], start, strict=True)],
+    }
+
+
+def main(job_path, result_path):
+    with open(job_path, encoding="utf-8") as stream:
+        job = json.load(stream)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    options = {
+        "model": job["model"],
+        "dtype": job["dtype"],
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,
+        "max_num_seqs": job["batch_size"],
+    }
+    if job.get("max_model_len"):
+        options["max_model_len"] = job["max_model_len"]
+    if job.get("draft"):
+        options["speculative_config"] = {
+            "method": "eagle3",
+            "model": job["draft"],
+            "num_speculative_tokens": job["num_speculative_tokens"],
+        }
+    llm = LLM(**options)
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    # One short request first, so that compilation and allocation are not timed.
+    llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
+    before = counters(llm)
+    sampling = SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], logprobs=job.get("logprobs"))
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    result = {
+        "engine_version": vllm.__version__,
+        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        "texts": [output.outputs[0].text for output in outputs],
+        "seconds": seconds,
+        **difference(counters(llm), before),
+    }
+    if job.get("logprobs"):
+        result["first_token_logprobs"] = [
+            {str(token): entry.logprob for token, entry in output.outputs[0].logprobs[0].items()} for output in outputs
+        ]
+    with open(result_path + ".part", "w", encoding="utf-8") as stream:
+        json.dump(result, stream)
+    os.replace(result_path + ".part", result_path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
