@@ -13,6 +13,8 @@ import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from modelopt_eagle.errors import TargetError, require_extra
 from modelopt_eagle.target.identity import MARKER_FILE, file_fingerprint
 
@@ -76,7 +78,7 @@ def convert_gguf(file: Path, name: str | None = None) -> Path:
         with _lock(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(file, name, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise TargetError(
             f"cannot write the converted {name} into {folder.parent}: {error}; free some space there, or set "
             "MODELOPT_EAGLE_CACHE to another folder"
