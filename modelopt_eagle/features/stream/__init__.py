@@ -1,0 +1,1 @@
+"""Features streamed from running servers: messages, mailbox, client."""

@@ -1,0 +1,96 @@
+"""Fetch a message from a server's mailbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+from modelopt_eagle.errors import StreamError, require_extra
+from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY
+from modelopt_eagle.features.stream.message import FeatureMessage, decode, parse_json
+
+
+class StreamTimeout(StreamError):
+    """A server that did not answer in time, or is gone; another one may be asked."""
+
+
+class MailboxClient:
+    """Speaks to one mailbox; may be used by several threads (each gets its own socket).
+
+    Args:
+        address: ``host:port`` of the mailbox.
+        token: the shared token, or None.
+        transport: ``"tcp"`` or ``"shm"`` (same host only).
+        timeout: seconds to wait for an answer.
+    """
+
+    def __init__(self, address: str, token: str | None = None, transport: str = "tcp", timeout: float = 60.0):
+        if transport not in ("tcp", "shm"):
+            raise StreamError(f"transport {transport!r} is not known; choose tcp or shm")
+        self.address, self._token, self._transport, self._timeout = address, token, transport, timeout
+        self._zmq = require_extra("zmq", "stream")
+        self._local = threading.local()
+
+    def hello(self) -> dict:
+        """What the server serves: model, revision, tokenizer_hash, aux_layer_ids, hidden_size, …
+
+        Raises:
+            StreamTimeout: no answer.
+            StreamError: a refusal, or a malformed answer.
+        """
+        header = parse_json(self._ask({"op": "hello"})[0], self.address)
+        if not isinstance(header.get("identity"), dict):
+            raise StreamError(f"{self.address}: {header.get('error', 'malformed answer: no identity')}")
+        return header["identity"]
+
+    def fetch(self, key: str) -> FeatureMessage:
+        """The message under ``key``; it is gone from the server afterwards.
+
+        Raises:
+            StreamTimeout: no answer, or the server no longer has the message: ask for the row again.
+            StreamError: a refusal, or a malformed message.
+        """
+        frames = self._ask({"op": "get", "key": key, "transport": self._transport, "wait": self._timeout / 2})
+        header = parse_json(frames[0], self.address)
+        if header.get("ok") is False:
+            error = str(header.get("error"))
+            lost = "no message under" in error or "was dropped" in error
+            raise (StreamTimeout if lost else StreamError)(f"{self.address}: {error}")
+        if "segment" in header:
+            payload = self._take_segment(header["segment"])
+        elif len(frames) == 2:
+            payload = frames[1]
+        else:
+            raise StreamError(f"{self.address} sent a malformed message: {len(frames)} frames, 2 expected")
+        return decode(header, payload, self.address)
+
+    def _take_segment(self, name) -> bytearray:
+        """Read and delete a shared-memory file; only names that a mailbox gives are opened."""
+        if not isinstance(name, str) or not name.startswith(SEGMENT_PREFIX) or os.sep in name:
+            raise StreamError(f"{self.address} sent a malformed message: segment name {name!r}")
+        path = SHARED_MEMORY / name
+        try:
+            payload = bytearray(path.stat().st_size)
+            with open(path, "rb", buffering=0) as file:
+                file.readinto(payload)
+            path.unlink()
+        except OSError as error:
+            raise StreamError(
+                f"cannot read shared memory {path} ({error}); if the server runs on another host, use transport tcp"
+            ) from error
+        return payload
+
+    def _ask(self, request: dict) -> list[bytes]:
+        zmq = self._zmq
+        socket = getattr(self._local, "socket", None)
+        if socket is None:
+            socket = self._local.socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://{self.address}")
+        socket.send(json.dumps(request | {"token": self._token}).encode())
+        if not socket.poll(self._timeout * 1000):
+            socket.close()  # an answer that comes late must not be taken for the next one's
+            self._local.socket = None
+            raise StreamTimeout(f"{self.address} did not answer a {request['op']} within {self._timeout:g} s")
+        return socket.recv_multipart()

@@ -1,0 +1,132 @@
+"""Features from a vLLM engine in this process: for dumps, under the Python that has vLLM installed."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+
+from modelopt_eagle.errors import FeatureError, require_extra
+from modelopt_eagle.features.stream.client import MailboxClient
+from modelopt_eagle.features.stream.message import FeatureMessage
+
+CONNECTOR_MODULE = "modelopt_eagle.features.vllm_connector"
+
+
+def engine_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> list[int]:
+    """vLLM's ids: canonical + 1 (it counts layer inputs), then the number of layers for the final state, pre-norm."""
+    return [i + 1 for i in aux_layer_ids] + [num_layers]
+
+
+def speculative_config(aux_layer_ids: Sequence[int], num_layers: int) -> dict:
+    """vLLM's ``--speculative-config`` for handing out these layers."""
+    ids = engine_layer_ids(aux_layer_ids, num_layers)
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+    }
+
+
+def transfer_config(address: str, max_bytes: int = 4 * 2**30) -> dict:
+    """vLLM's ``--kv-transfer-config`` for our connector, whose mailbox listens on ``address`` (host:port)."""
+    return {
+        "kv_connector": "EagleFeatureConnector",
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"address": address, "max_bytes": max_bytes},
+    }
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class VllmFeatures:
+    """A vLLM engine that hands out states.
+
+    Args:
+        model: hub id or local folder.
+        aux_layer_ids: canonical ids.
+        num_layers: layers of the target.
+        dtype: of the engine, such as "bfloat16".
+        max_length: longest row in tokens.
+        batch_tokens: tokens in flight at a time.
+        revision, tensor_parallel_size, options: passed to ``vllm.LLM``.
+
+    Raises:
+        MissingExtraError: vLLM is not installed for this Python.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        aux_layer_ids: Sequence[int],
+        num_layers: int,
+        *,
+        dtype: str = "auto",
+        max_length: int = 4096,
+        batch_tokens: int = 8192,
+        revision: str | None = None,
+        tensor_parallel_size: int = 1,
+        options: dict | None = None,
+    ):
+        vllm = require_extra("vllm", "stream")
+        self._vllm, self._batch_tokens = vllm, batch_tokens
+        address = f"127.0.0.1:{free_port()}"
+        self._engine = vllm.LLM(
+            model=model,
+            revision=revision,
+            dtype=dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            max_model_len=max_length + 2,
+            enable_prefix_caching=False,  # a cached prefix would leave its states in another request's blocks
+            enforce_eager=True,
+            speculative_config=speculative_config(aux_layer_ids, num_layers),
+            kv_transfer_config=transfer_config(address),
+            **(options or {}),
+        ).llm_engine
+        self._client = MailboxClient(address, transport="shm", timeout=600)
+
+    def states(self, rows: Sequence) -> Iterator[tuple[int, FeatureMessage]]:
+        """States of all rows, in the order in which the engine finishes them.
+
+        Args:
+            rows: tokenised rows with ``id, input_ids``.
+
+        Yields:
+            (number of the row, its message); the message's token ids are the row's own.
+
+        Raises:
+            FeatureError: the engine rejected a row, or handed out states of other tokens.
+        """
+        sampling = self._vllm.SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        waiting = sorted(range(len(rows)), key=lambda i: (len(rows[i].input_ids), -i))  # longest taken first
+        flying: dict[str, int] = {}
+        tokens = 0
+        while waiting or flying:
+            while waiting and (not flying or tokens + len(rows[waiting[-1]].input_ids) <= self._batch_tokens):
+                index = waiting.pop()
+                tokens += len(rows[index].input_ids)
+                flying[f"row-{index}"] = index
+                self._engine.add_request(f"row-{index}", {"prompt_token_ids": list(rows[index].input_ids)}, sampling)
+            for output in self._engine.step():
+                if not output.finished:
+                    continue
+                index = flying.pop(output.request_id)
+                tokens -= len(rows[index].input_ids)
+                yield index, self._receive(output, rows[index])
+
+    def _receive(self, output, row) -> FeatureMessage:
+        where = output.kv_transfer_params or {}
+        if "feature_key" not in where:
+            raise FeatureError(f"row {row.id!r}: vLLM finished it without states; is it longer than the engine allows?")
+        message = self._client.fetch(where["feature_key"])
+        if message.token_ids != list(row.input_ids):
+            raise FeatureError(
+                f"row {row.id!r}: {len(row.input_ids)} tokens were sent, states of {len(message.token_ids)} tokens "
+                "came back, or of others; this vLLM does not fit the connector"
+            )
+        return message
