@@ -1,5 +1,3 @@
-import sys
+from modelopt_eagle.cli.main import run_script
 
-from modelopt_eagle.cli.synthesize_answers import main
-
-sys.exit(main())
+run_script("synthesize_answers")

@@ -4,8 +4,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from modelopt_eagle.errors import EagleError
-
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="synthesize_answers.py", description=__doc__)
@@ -35,13 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 done, 2 bad input, 130 interrupted)."""
+    """Run the command; raises ``EagleError`` for bad input, returns 130 when interrupted (what is answered is kept)."""
     arguments = build_parser().parse_args(argv)
     try:
         return _run(arguments)
-    except EagleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted; the same command goes on from {arguments.output}", file=sys.stderr)
         return 130
@@ -54,6 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.data.synthesis import SynthesisSettings, prepare_output, synthesize
     from modelopt_eagle.errors import DataError
+    from modelopt_eagle.target import load_target
 
     for name in ("max_new_tokens", "batch_size"):
         if getattr(arguments, name) < 1:
@@ -70,7 +66,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     gpu = torch.cuda.is_available()
     dtype = ("auto" if gpu else "float32") if arguments.dtype == "auto" else arguments.dtype
-    model, tokenizer = _load(arguments.model, dtype, "cuda" if gpu else "cpu", arguments.chat_template)
+    target = load_target(
+        arguments.model, dtype=dtype, device="cuda" if gpu else "cpu", chat_template=arguments.chat_template
+    )
     bar = ProgressBar(left, "answers")
     cut = 0
 
@@ -79,23 +77,8 @@ def _run(arguments: argparse.Namespace) -> int:
         cut += sum(row["finish_reason"] == "length" for row in rows)
         bar.advance(len(rows), f"({cut} cut at {arguments.max_new_tokens} tokens)")
 
-    added = synthesize(model, tokenizer, prompts, arguments.output, settings, arguments.batch_size, report)
+    added = synthesize(
+        target.model, target.tokenizer, prompts, arguments.output, settings, arguments.batch_size, report
+    )
     print(f"{added} answers added to {arguments.output}, {cut} of them cut at {arguments.max_new_tokens} tokens")
     return 0
-
-
-def _load(name: str, dtype: str, device: str, chat_template: Path | None):
-    try:
-        from modelopt_eagle.target import load_target
-    except ImportError:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval(), AutoTokenizer.from_pretrained(
-            name
-        )
-    target = load_target(name, dtype=dtype, device=device, chat_template=chat_template and str(chat_template))
-    return target.model, target.tokenizer
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from modelopt_eagle.errors import DataError, require_extra
 
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+"""Files that the package ships."""
+
 _HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
 

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelopt_eagle.data.files import SourceRow, read_rows
+from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
 from modelopt_eagle.data.roles import messages_of, row_id
 from modelopt_eagle.errors import DataError
 
-ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _MT_BENCH_HUB = "HuggingFaceH4/mt_bench_prompts"
 
 
@@ -32,14 +31,14 @@ def load_prompts(source: str | Path | Sequence[str | Path], limit: int | None = 
     """Read prompts from files, or by name.
 
     Args:
-        source: one or several files; ``"builtin"`` for the 80 prompts the package ships; ``"mt_bench"`` for MT-Bench
+        source: one or several files; ``"quickstart"`` for the 80 prompts the package ships; ``"mt_bench"`` for MT-Bench
             from the hub (extra ``data``); without a network give the path of its ``question.jsonl``.
         limit: take this many, spread evenly over the file, so that files sorted by category keep their mix.
 
     Raises:
         DataError: missing, empty or broken file (with line), a row in none of the three formats, or an id used twice.
     """
-    if source == "builtin":
+    if source == "quickstart":
         source = ASSETS / "prompts.jsonl"
     elif source == "mt_bench":
         source = _MT_BENCH_HUB

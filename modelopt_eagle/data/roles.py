@@ -44,7 +44,7 @@ def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> lis
     """The turns of a row, in order, roles mapped to system, user or assistant.
 
     Args:
-        row: a ``messages`` or ``conversations`` row.
+        row: a ``messages`` or ``conversations`` row; a text under ``system`` becomes the first turn.
         aliases: more role names, such as ``{"my_model_v2": "assistant"}``; they win over ``ROLE_ALIASES``.
 
     Raises:
@@ -62,6 +62,9 @@ def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> lis
     if not isinstance(turns, list):
         raise RowRejected("malformed_message", f"{place}: `{turns_key}` must be a list, found {type(turns).__name__}")
     messages = [_message(turn, f"{place}, turn {index}", aliases or {}) for index, turn in enumerate(turns)]
+    system = value.get("system")
+    if isinstance(system, str) and system.strip() and messages[0].role != "system":
+        messages.insert(0, Message("system", system))
     if (
         value.get("finish_reason") == "length"
         and messages[-1].role == "assistant"

@@ -1,0 +1,217 @@
+"""Conversations to token rows with their supervised flags: the data set that training and vocabulary read."""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from modelopt_eagle.data.conversations import Conversation, ConversationSet, read_conversations
+from modelopt_eagle.data.encode import (
+    SpecialIds,
+    TokenizedRow,
+    apply_generation_tags,
+    encode_rows,
+    uses_generation_tags,
+)
+from modelopt_eagle.data.report import DataReport
+from modelopt_eagle.data.roles import RowRejected
+from modelopt_eagle.data.template import render_conversation, template_hash
+from modelopt_eagle.errors import DataError
+
+_CHUNK = 128  # conversations tokenised in one call
+
+
+@dataclass
+class TokenizedDataset:
+    """Rows, the account of how they came to be, and the hash of the template that rendered them."""
+
+    rows: list[TokenizedRow]
+    report: DataReport
+    template_hash: str
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row.input_ids) for row in self.rows]
+
+    def header(self) -> str:
+        """What to print at the head of a run."""
+        return self.report.header()
+
+    def preview(self, tokenizer, row: int = 0) -> str:
+        """One row as text, the supervised parts between ``⟦`` and ``⟧``; for a look at what is learned."""
+        parts, run, inside = [], [], False
+        item = self.rows[row]
+        for token, flag in [*zip(item.input_ids, item.supervised, strict=True), (None, None)]:
+            if flag != inside or flag is None:
+                text = tokenizer.decode(run)
+                parts.append(f"⟦{text}⟧" if inside and run else text)
+                run, inside = [], flag
+            run.append(token)
+        return "".join(parts)
+
+
+@dataclass(frozen=True)
+class _Options:
+    max_length: int | None
+    overlong: str
+    end_token_ids: tuple[int, ...]
+    supervise_cut_ends: bool
+
+
+def render(tokenizer, conversation: Conversation, **options) -> list[TokenizedRow]:
+    """Tokenise one conversation; several rows where the template rewrites history (:mod:`modelopt_eagle.data.template`).
+
+    Args:
+        options: those of :func:`tokenize_conversations`.
+
+    Raises:
+        DataError: the conversation was dropped; the message says why.
+    """
+    return tokenize_conversations(tokenizer, [conversation], **options).rows
+
+
+def tokenize_conversations(
+    tokenizer,
+    conversations: ConversationSet | Sequence[Conversation],
+    *,
+    max_length: int | None = None,
+    overlong: str = "truncate",
+    end_token_ids: Sequence[int] = (),
+    supervise_cut_ends: bool = False,
+    workers: int = 1,
+) -> TokenizedDataset:
+    """Render, tokenise and mark every conversation.
+
+    Args:
+        tokenizer: the target's, with its chat template.
+        conversations: what :func:`read_conversations` returned; its report is continued.
+        max_length: training window in tokens; None: no limit.
+        overlong: ``"truncate"`` cuts a longer row at its end, ``"drop"`` leaves it out; both are counted.
+        end_token_ids: what the target stops at besides the tokenizer's own special tokens (its generation config).
+        supervise_cut_ends: also learn the end-of-turn token that a template puts behind answers with
+            ``finish_reason: length``, although the target did not write it.
+        workers: processes that render; 1 renders here.
+
+    Raises:
+        DataError: no supervised token at all, a bad option, or a tokenizer without chat template.
+    """
+    if overlong not in ("truncate", "drop"):
+        raise DataError(f"overlong must be truncate or drop, found {overlong!r}")
+    if max_length is not None and max_length < 2:
+        raise DataError(f"max_length must be at least 2 tokens, found {max_length}")
+    if workers < 1:
+        raise DataError(f"workers must be at least 1, found {workers}")
+    items = list(getattr(conversations, "rows", conversations))
+    report = _continued(getattr(conversations, "report", DataReport(read=len(items))), max_length)
+    options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends)
+    chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
+    rows: list[TokenizedRow] = []
+    for part, partial in _map(tokenizer, chunks, options, workers):
+        rows += part
+        _add(report, partial)
+    report.check_complete()
+    if not report.supervised:
+        reasons = "; ".join(report.examples.values()) or "the answers are empty"
+        raise DataError(f"no supervised token in {report.read} conversations, there is nothing to train on: {reasons}")
+    if report.supervised == report.tokens:
+        warnings.warn(
+            "every token of the data is supervised; on chat data the user's turns must not be: check the chat template",
+            stacklevel=2,
+        )
+    return TokenizedDataset(rows, report, template_hash(tokenizer))
+
+
+def prepare_dataset(
+    tokenizer,
+    sources: str | Path | Sequence[str | Path],
+    *,
+    unknown_role: str = "fail",
+    role_aliases: dict[str, str] | None = None,
+    max_rows: int | None = None,
+    **options,
+) -> TokenizedDataset:
+    """:func:`read_conversations`, then :func:`tokenize_conversations` with ``options``."""
+    found = read_conversations(sources, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows)
+    return tokenize_conversations(tokenizer, found, **options)
+
+
+def _map(tokenizer, chunks, options: _Options, workers: int):
+    if workers == 1 or len(chunks) < 2:
+        yield from (_tokenize_chunk(tokenizer, chunk, options) for chunk in chunks)
+        return
+    # spawned, not forked: the caller may hold threads and devices
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_tokenize_chunk, [tokenizer] * len(chunks), chunks, [options] * len(chunks), chunksize=4)
+
+
+def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _Options):
+    """Rows of some conversations, and the counts they add to the report."""
+    report = DataReport(max_length=options.max_length)
+    rendered, origins = [], []
+    for conversation in conversations:
+        try:
+            texts = render_conversation(tokenizer, conversation)
+        except RowRejected as error:
+            place = conversation.place or conversation.id
+            report.drop(error.reason, str(error) if place in str(error) else f"{place}: {error}")
+            continue
+        report.fanned_out += len(texts) - 1
+        rendered += texts
+        origins += [conversation] * len(texts)
+    special = SpecialIds.of(tokenizer, options.end_token_ids)
+    encoded, notes = encode_rows(tokenizer, rendered, special, options.supervise_cut_ends)
+    report.notes += notes
+    tagged = uses_generation_tags(tokenizer) and tokenizer.is_fast
+    rows = []
+    for text, origin, (ids, flags) in zip(rendered, origins, encoded, strict=True):
+        try:
+            if tagged:
+                flags = apply_generation_tags(tokenizer, text, ids, flags, origin.place)
+            row = _fit(TokenizedRow(text.id, origin.category, ids, flags, 0), options, report, origin.place)
+        except RowRejected as error:
+            report.drop(error.reason, str(error))
+            continue
+        report.notes["cut_answers"] += sum(span.cut for span in text.spans)
+        report.rows += 1
+        report.tokens += len(row.input_ids)
+        report.supervised += sum(row.supervised)
+        rows.append(row)
+    report.notes += Counter()  # forget the zeros
+    return rows, report
+
+
+def _fit(row: TokenizedRow, options: _Options, report: DataReport, place: str) -> TokenizedRow:
+    length, window = len(row.input_ids), options.max_length
+    if window is not None and length > window:
+        if options.overlong == "drop":
+            raise RowRejected("too_long", f"{place}: {length} tokens, the window has {window}")
+        row = replace(row, input_ids=row.input_ids[:window], supervised=row.supervised[:window])
+    if True not in row.supervised:
+        if length > len(row.input_ids):
+            raise RowRejected("prompt_fills_window", f"{place}: no answer begins within {window} of {length} tokens")
+        raise RowRejected("no_supervised_token", f"{place}: no token lies wholly within an answer")
+    report.truncated += length > len(row.input_ids)
+    return replace(row, prompt_length=row.supervised.index(True))
+
+
+def _continued(report: DataReport, max_length: int | None) -> DataReport:
+    return DataReport(
+        read=report.read,
+        dropped=report.dropped.copy(),
+        examples=dict(report.examples),
+        notes=report.notes.copy(),
+        max_length=max_length,
+    )
+
+
+def _add(report: DataReport, part: DataReport) -> None:
+    report.dropped += part.dropped
+    report.notes += part.notes
+    for reason, example in part.examples.items():
+        report.examples.setdefault(reason, example)
+    for name in ("rows", "fanned_out", "tokens", "supervised", "truncated"):
+        setattr(report, name, getattr(report, name) + getattr(part, name))

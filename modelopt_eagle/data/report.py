@@ -1,0 +1,104 @@
+"""The account of a data set: every row read is either kept or dropped for a named reason."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from modelopt_eagle.errors import DataError
+
+REASONS = {
+    "no_messages": "no turns under `messages` or `conversations`",
+    "malformed_message": "a turn without role and text",
+    "non_text_content": "a turn whose content is no text",
+    "tool_role": "tool use",
+    "unknown_role": "a role that is neither known nor aliased",
+    "no_assistant_turn": "nothing to learn from",
+    "empty_answer": "an assistant turn without text",
+    "duplicate_id": "an id that an earlier row has",
+    "template_refused": "the chat template raised an error",
+    "template_unstable": "the answer could not be found behind the generation prompt",
+    "generation_tags_disagree": "the template's generation tags mark other text than the answers",
+    "no_supervised_token": "no token lies wholly within an answer",
+    "too_long": "longer than max_length, and overlong is drop",
+    "prompt_fills_window": "no answer begins within max_length",
+}
+"""What each drop reason means."""
+
+
+@dataclass
+class DataReport:
+    """Counts over one data set; conversations until they are rendered, rows after.
+
+    Attributes:
+        read: conversations found in the files.
+        dropped: reason → conversations (or, of a conversation rendered as several rows, rows) left out.
+        examples: reason → message of the first one, with file and line.
+        notes: what was changed without dropping a row, such as ``trailing_turns_cut``; name → count.
+        rows: tokenised rows kept.
+        fanned_out: rows beyond the first of a conversation whose template rewrites history.
+        tokens: tokens of the rows kept.
+        supervised: those the draft learns to predict.
+        truncated: rows cut at ``max_length``.
+        max_length: the window, or None.
+    """
+
+    read: int = 0
+    dropped: Counter = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    notes: Counter = field(default_factory=Counter)
+    rows: int = 0
+    fanned_out: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    truncated: int = 0
+    max_length: int | None = None
+
+    def drop(self, reason: str, message: str) -> None:
+        """Count a row as left out."""
+        self.dropped[reason] += 1
+        self.examples.setdefault(reason, message)
+
+    @property
+    def supervised_share(self) -> float:
+        """Supervised tokens over all tokens, 0 when there are none."""
+        return self.supervised / max(self.tokens, 1)
+
+    def check_complete(self) -> None:
+        """Raise :class:`DataError` unless rows kept = conversations read + rows fanned out - rows dropped."""
+        expected = self.read + self.fanned_out - sum(self.dropped.values())
+        if self.rows != expected:
+            raise DataError(
+                f"rows went missing: {expected} expected from the counts, {self.rows} made; please report this"
+            )
+
+    def header(self) -> str:
+        """The line at the head of every run, and below it one line a reason for dropped rows."""
+        lines = [
+            f"data: {self.read} conversations read, {sum(self.dropped.values())} dropped, {self.rows} rows, "
+            f"{self.tokens} tokens, {self.supervised_share:.1%} supervised"
+        ]
+        if self.max_length is not None:
+            lines[0] += f", {self.truncated / max(self.rows, 1):.1%} truncated at {self.max_length} tokens"
+        if self.fanned_out:
+            lines.append(
+                f"  {self.fanned_out} more rows: the template rewrites history, each answer has a row of its own"
+            )
+        lines += [f"  {name.replace('_', ' ')}: {count}" for name, count in sorted(self.notes.items())]
+        lines += [
+            f"  dropped {count} ({reason}: {REASONS.get(reason, '')}), first: {self.examples[reason]}"
+            for reason, count in sorted(self.dropped.items())
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict:
+        """Plain values for a JSON report."""
+        return {
+            "read": self.read,
+            "dropped": dict(self.dropped),
+            "notes": dict(self.notes),
+            "rows": self.rows,
+            "fanned_out": self.fanned_out,
+            "tokens": self.tokens,
+            "supervised": self.supervised,
+            "truncated": self.truncated,
+            "max_length": self.max_length,
+        }
