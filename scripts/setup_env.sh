@@ -54,7 +54,7 @@ fi
 
 if [ "$MODE" = current ]; then
     PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$BASE_PYTHON" "$ROOT/scripts/check_env.py" >&2 || exit 2
-    "$BASE_PYTHON" -c 'import sys; print(sys.executable)'
+    command -v "$BASE_PYTHON"
     exit 0
 fi
 [ "$MODE" = new ] || die "--python-env takes new or current, found $MODE"

@@ -12,6 +12,7 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,13 +25,17 @@ INTERRUPTED = 130
 def main(argv: list[str] | None = None) -> int:
     """Entry of the ``modelopt-eagle`` command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    return _guarded(lambda: _dispatch(argv))
+
+
+def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
+        print(usage(), flush=True)
         return 0 if argv else BAD_INPUT
     if argv[0] in ("-V", "--version"):
         from modelopt_eagle import __version__
 
-        print(f"modelopt_eagle {__version__}")
+        print(f"modelopt_eagle {__version__}", flush=True)
         return 0
     commands = available_commands()
     name = argv[0].replace("_", "-")
@@ -49,8 +54,13 @@ def run_command(module_name: str, argv: list[str] | None = None) -> int:
         Its exit code; 2 after an ``EagleError``, printed without a traceback; 130 after Ctrl-C. Other exceptions are
         faults of the toolkit and keep their traceback.
     """
+    return _guarded(lambda: importlib.import_module(f"modelopt_eagle.cli.{module_name}").main(argv))
+
+
+def _guarded(action: Callable[[], int | None]) -> int:
+    """Run an action; its result, or the exit code of the error that it raised."""
     try:
-        return importlib.import_module(f"modelopt_eagle.cli.{module_name}").main(argv) or 0
+        return action() or 0
     except EagleError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 
 from modelopt_eagle.recipe.loader import load_recipe
@@ -40,9 +41,5 @@ def recipe_from_arguments(args: argparse.Namespace, flags: Iterable[tuple[str, o
 
 
 def _as_yaml(value: object) -> str:
-    """A flag's value as override text; text stays as typed."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(f"'{str(part).replace(chr(39), chr(39) * 2)}'" for part in value) + "]"
-    return str(value)
+    """A flag's value as override text: JSON, which is YAML, so that text stays as typed."""
+    return json.dumps(value, ensure_ascii=False)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from modelopt_eagle.recipe.loader import load_recipe
 from modelopt_eagle.recipe.schema import Recipe
+from modelopt_eagle.recipe.yaml_file import dump_value
 
 # Keys that do not change what is trained: where things lie, how often they are said, and what follows training.
 IMMATERIAL_SECTIONS = {"validation", "export"}
@@ -53,7 +51,7 @@ def resolved_text(recipe: Recipe) -> str:
     for section in Recipe.sections():
         lines += ["", f"{section}:"]
         for key, value in getattr(recipe, section).model_dump().items():
-            lines.append(f"  {key}: {_scalar(value)}  # {origin[f'{section}.{key}']}")
+            lines.append(f"  {key}: {dump_value(value)}  # {origin[f'{section}.{key}']}")
     return "\n".join(lines) + "\n"
 
 
@@ -74,9 +72,3 @@ def same_recipe(recipe: Recipe, path_of_previous: str | Path) -> list[str]:
         and f"{section}.{key}" not in IMMATERIAL
         and getattr(getattr(recipe, section), key) != getattr(getattr(previous, section), key)
     ]
-
-
-def _scalar(value: Any) -> str:
-    """A value on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")

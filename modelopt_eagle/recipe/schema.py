@@ -6,6 +6,7 @@ are refused. An option stands here only because something reads it.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,19 +42,23 @@ class ModelSection(Section):
         None, description="Jinja chat template, or a file with one, used in place of the target's own."
     )
 
-
     def load_arguments(self) -> dict[str, Any]:
         """Arguments for ``load_target``: ``load_target(**recipe.model.load_arguments())``.
 
-        ``dtype: auto`` becomes float32 where the target runs on a CPU, whose bfloat16 is many times slower.
+        ``dtype: auto`` becomes float32 where the target runs on a CPU, whose bfloat16 is many times slower, and
+        ``device: auto`` becomes the process's own accelerator where a launcher started several processes.
         """
         import torch
 
-        on_cpu = self.device == "cpu" or (self.device == "auto" and not torch.accelerator.is_available())
+        device = self.device
+        if device == "auto" and not torch.accelerator.is_available():
+            device = "cpu"
+        elif device == "auto" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            device = f"{torch.accelerator.current_accelerator().type}:{os.environ.get('LOCAL_RANK', 0)}"
         return {
             "name": self.base_model,
-            "dtype": "float32" if self.dtype == "auto" and on_cpu else self.dtype,
-            "device": self.device,
+            "dtype": "float32" if self.dtype == "auto" and device == "cpu" else self.dtype,
+            "device": device,
             "revision": self.revision,
             "attn_implementation": self.attn_implementation,
             "trust_remote_code": self.trust_remote_code,
@@ -313,6 +318,10 @@ class Recipe(Section):
             name = re.sub(r"[^\w.-]+", "-", Path(self.model.base_model).name) or "target"
             self.training.output_dir = f"ckpts/{name}-eagle3"
         return self
+
+    def __eq__(self, other: object) -> bool:
+        """The same values, wherever they come from."""
+        return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @property
     def origin(self) -> dict[str, str]:

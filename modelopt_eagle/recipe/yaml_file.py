@@ -24,7 +24,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that ``_Loader`` would take for a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 class _DuplicateKey(Exception):
@@ -47,6 +52,12 @@ def parse_value(text: str) -> Any:
         raise RecipeError(f"{text}: the key {error.key!r} stands twice") from None
     except (yaml.YAMLError, ValueError):
         return text
+
+
+def dump_value(value: Any) -> str:
+    """A value on one line of YAML, which ``read_yaml`` reads as the same value."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

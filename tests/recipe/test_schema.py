@@ -1,0 +1,110 @@
+"""Checks across fields, and the values that follow from others."""
+
+import pytest
+from pydantic import ValidationError
+
+from modelopt_eagle.errors import RecipeError
+from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_recipe
+from modelopt_eagle.recipe.bounds import default_tree_nodes, tree_node_bounds
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["validation.mode=tree"], "mode: tree needs topk > 0, found None"),
+        (["validation.mode=tree", "validation.topk=0"], "mode: tree needs topk > 0, found 0"),
+        (["validation.topk=4"], "topk: 4 shapes a tree, but mode is chain"),
+        (["validation.depth=4", "validation.num_nodes=9"], "depth: 4, num_nodes: 9 shapes a tree"),
+        (["data.offline_data_path=a", "data.streaming_server_url=http://h:1"], "two feature sources"),
+        (["data.on_missing=skip"], "set offline_data_path"),
+        (["data.cache_features=disk", "data.offline_data_path=a"], "cache_features: disk"),
+        (["data.cache_features=memory", "data.streaming_server_url=http://h:1"], "cache_features: memory"),
+        (["eagle.lk_eta=2"], "lk_eta is read only when loss is lk"),
+        (["eagle.loss=lk", "eagle.self_logit_distillation=false"], "compares distributions"),
+        (["eagle.loss=lk", "eagle.convention=eagle"], "set convention: served"),
+        (["eagle.num_attention_heads=6", "eagle.num_key_value_heads=4"], "found 6 and 4"),
+        (["eagle.init=target", "eagle.hidden_size=64"], "remove hidden_size"),
+        (["eagle.init=target", "model.draft_init=dir"], "two starting points"),
+        (["validation.prompts=p.jsonl", "validation.dataset=mt_bench"], "both name the prompts"),
+        (
+            ["eagle.draft_vocab_size=4", "validation.mode=tree", "validation.topk=5"],
+            "validation.topk 5 is larger than the draft vocabulary",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_together(overrides, said):
+    with pytest.raises(RecipeError, match="^(?!$)") as caught:
+        load_recipe(None, overrides)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.offline_data_path=a", "data.streaming_server_url=http://h:1", "data.on_missing=generate"],
+        ["data.offline_data_path=a", "data.on_missing=skip"],
+        ["data.streaming_server_url=http://h:1,https://g:2"],
+        ["eagle.loss=lk", "eagle.lk_eta=2"],
+        ["eagle.norm_before_fc=true", "eagle.fc_norm=true"],
+        ["eagle.num_attention_heads=6", "eagle.num_key_value_heads=3"],
+    ],
+)
+def test_options_that_fit_together(overrides):
+    load_recipe(None, overrides)
+
+
+@pytest.mark.parametrize(("topk", "depth", "low", "high"), [(2, 3, 4, 11), (1, 5, 6, 6), (4, 1, 2, 5), (8, 6, 7, 329)])
+def test_tree_nodes_lie_within_their_bounds(topk, depth, low, high):
+    shape = ["validation.mode=tree", f"validation.topk={topk}", f"validation.depth={depth}"]
+    assert tree_node_bounds(topk, depth) == (low, high)
+    for nodes in (low, high):
+        assert load_recipe(None, [*shape, f"validation.num_nodes={nodes}"]).validation.tree_nodes == nodes
+    for nodes in (low - 1, high + 1):
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(None, [*shape, f"validation.num_nodes={nodes}"])
+        assert f"[{low}, {high}]" in str(caught.value) and f"found {nodes}" in str(caught.value)
+    assert low <= default_tree_nodes(topk, depth) <= high
+
+
+def test_tree_shape_follows_from_topk_and_steps():
+    recipe = load_recipe(None, ["validation.mode=tree", "validation.topk=4", "validation.num_steps=5"])
+    assert (recipe.validation.tree_depth, recipe.validation.tree_nodes) == (5, 21)
+    assert Recipe().validation.tree_nodes is None
+
+
+def test_output_and_export_folders_follow_from_the_model():
+    recipe = load_recipe(None, ["model.base_model=org/Some Model"])
+    assert recipe.training.output_dir == "ckpts/Some-Model-eagle3"
+    assert recipe.export_path.as_posix() == "ckpts/Some-Model-eagle3/export"
+    assert load_recipe(None, ["export.path=out"]).export_path.as_posix() == "out"
+
+
+def test_assignments_are_checked():
+    training = TrainingSection()
+    with pytest.raises(ValidationError):
+        training.epochs = 0
+    with pytest.raises(ValidationError):
+        training.lr = 1.0
+    assert training.epochs == 1
+
+
+def test_every_key_has_a_description_and_the_window_is_told_from_the_limit():
+    for section, body in Recipe.sections().items():
+        for key, field in body.model_fields.items():
+            assert field.description and field.description.endswith((".", "...")), f"{section}.{key}"
+    described = Recipe.sections()["data"].model_fields["max_length"].description
+    assert "window" in described and "max_position_embeddings" in described
+
+
+def test_target_arguments_on_a_cpu_are_float32():
+    assert ModelSection(device="cpu").load_arguments()["dtype"] == "float32"
+    assert ModelSection(device="cpu", dtype="bfloat16").load_arguments()["dtype"] == "bfloat16"
+    assert ModelSection(device="cuda:1").load_arguments()["dtype"] == "auto"
+
+
+def test_target_arguments_are_those_of_load_target():
+    import inspect
+
+    from modelopt_eagle.target import load_target
+
+    inspect.signature(load_target).bind(**ModelSection().load_arguments())

