@@ -26,7 +26,6 @@ from modelopt_eagle.kernels.dispatch import (
     power_of_two,
     require,
     require_integers,
-    require_shape,
     warps_for,
 )
 from modelopt_eagle.kernels.pack_mask import pack_mask_reference

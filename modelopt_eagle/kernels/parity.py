@@ -1,0 +1,346 @@
+"""Self-check: every kernel against its reference on random trees, for users with a new GPU, driver or Triton.
+
+    python -m modelopt_eagle.kernels.parity --device cuda --cases 50
+    TRITON_INTERPRET=1 python -m modelopt_eagle.kernels.parity --device cpu --cases 50
+
+Each case draws its shapes, layouts (transposed, strided, int32, int64) and values (ties, NaN, -inf) from a seed, so a
+failure is repeated by its seed. Results must be equal element for element. Exit code 1 if any differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import random
+import sys
+
+import torch
+
+from modelopt_eagle import kernels
+from modelopt_eagle.errors import EagleError
+from modelopt_eagle.kernels.build_tree import DraftTree
+from modelopt_eagle.kernels.verify_greedy import Accepted
+
+
+class ParityError(EagleError):
+    """A kernel and its reference gave different results."""
+
+
+class Cases:
+    """Random inputs for the checks, all from one seed."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.choose = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Integers in [low, high) as int32 or int64, on the CPU."""
+        values = torch.randint(low, high, shape, generator=self.generator)
+        return values.to(self.choose.choice([torch.int32, torch.int64]))
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        """Uniforms in [0, 1), half of the time multiples of 1/64 so that cumulated masses are met exactly."""
+        if self.choose.random() < 0.5:
+            return torch.randint(0, 64, shape, generator=self.generator) / 64
+        return torch.rand(shape, generator=self.generator)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Move to the device in one of several memory layouts."""
+        tensor = tensor.to(self.device)
+        layout = self.choose.choice(["plain", "strided", "transposed", "sliced"])
+        if layout == "strided":  # every second element of the last dimension
+            return torch.stack([tensor, torch.zeros_like(tensor)], dim=-1)[..., 0]
+        if layout == "transposed" and tensor.dim() >= 2:
+            return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        if layout == "sliced":  # the middle of a larger tensor
+            return torch.cat([torch.zeros_like(tensor[:1]), tensor, torch.zeros_like(tensor[:1])])[1:-1]
+        return tensor
+
+    def history(self, batch: int, topk: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """An EAGLE-2 expansion: scores [B,H] float32, tokens [B,H], parent_list [B,T*(D-1)+1]."""
+        style = self.choose.choice(["smooth", "peaked", "tied", "missing"])
+        layers, parents = [], [torch.full((batch, 1), -1)]
+        base = torch.zeros(batch, 1)  # [B,survivors] cumulative scores of the nodes that are expanded
+        for level in range(depth):
+            logits = torch.randn(batch, base.shape[1], topk + 3, generator=self.generator)
+            logits = logits * (6 if style == "peaked" else 1)
+            steps = logits.log_softmax(-1).topk(topk, dim=-1).values  # [B,survivors,T]
+            if style == "tied":
+                steps = (steps * 2).round() / 2
+            if style == "missing":
+                odd = torch.rand(steps.shape, generator=self.generator)
+                steps = steps.masked_fill(odd < 0.05, float("-inf")).masked_fill(odd > 0.95, float("nan"))
+            scores = (base[:, :, None] + steps).flatten(1)  # [B,survivors*T]
+            layers.append(scores)
+            if level + 1 < depth:
+                best = kernels.select_nodes(scores, topk, backend="reference").long()  # [B,T]
+                base = scores.gather(1, best)
+                parents.append(best + (0 if level == 0 else topk + topk * topk * (level - 1)))
+        scores = torch.cat(layers, dim=1)  # [B,H]
+        tokens = torch.arange(scores.shape[1]).expand(batch, -1) + self.choose.randrange(5)  # siblings differ
+        dtype = self.choose.choice([torch.int32, torch.int64])
+        return scores, tokens.to(dtype), torch.cat(parents, dim=1).to(dtype)
+
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, T, D, N of a tree, small most of the time."""
+        batch = self.choose.choice([1, 2, 3, 7])
+        topk, depth = self.choose.choice([1, 2, 3, 4, 8]), self.choose.choice([1, 2, 3, 5])
+        if self.choose.random() < 0.1:
+            batch, topk, depth = 1, 12, 9  # 1164 entries, more than 1024 nodes possible
+        history = topk + topk * topk * (depth - 1)
+        limits = [n for n in (33, 64, 65, 130, 1025) if depth + 1 <= n <= 1 + history]
+        nodes = self.choose.choice([*limits, self.choose.randint(depth + 1, 1 + history), 1 + history])
+        return batch, topk, depth, nodes
+
+    def tree(self, vocabulary: int = 0) -> DraftTree:
+        """A tree on the device; tokens below ``vocabulary`` with distinct siblings, if it is given."""
+        batch, topk, depth, nodes = self.shape()
+        scores, tokens, parent_list = self.history(batch, topk, depth)
+        if vocabulary:
+            tokens = (tokens + torch.arange(batch, dtype=tokens.dtype)[:, None]) % max(vocabulary, topk)
+        tree = kernels.build_tree(scores, tokens, parent_list, nodes, topk, backend="reference")
+        names = ("tokens", "flat_ids", "parents", "depths", "mask", "first_child", "next_sibling")
+        return DraftTree(*(self.place(getattr(tree, name)) for name in names), max_depth=depth)
+
+    def valid(self, batch: int) -> torch.Tensor | None:
+        """A validity mask, or None."""
+        if self.choose.random() < 0.5:
+            return None
+        return self.place(torch.rand(batch, generator=self.generator) < 0.7)
+
+    def accepted(self, batch: int, nodes: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random increasing paths [B,steps] from node 0, -1 padded, and the number accepted [B]."""
+        paths, counts = [], []
+        for _ in range(batch):
+            count = self.choose.randint(0, min(steps, nodes) - 1)
+            path = [0, *sorted(self.choose.sample(range(1, nodes), count))]
+            paths.append(path + [-1] * (steps - len(path)))
+            counts.append(count)
+        return torch.tensor(paths, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
+
+    def probabilities(self, batch: int, nodes: int) -> torch.Tensor:
+        """[B,N,V] rows whose sums are exact in float32: 64 units thrown on V tokens, most of them empty."""
+        vocabulary = self.choose.choice([3, 17, 64, 100])
+        hits = torch.randint(0, vocabulary, (batch, nodes, 64), generator=self.generator)
+        counts = torch.zeros(batch, nodes, vocabulary).scatter_add_(2, hits, torch.ones(hits.shape))
+        dtype = self.choose.choice([torch.float32, torch.float16, torch.float64])
+        return (counts / 64).to(dtype)
+
+
+def check_select_nodes(cases: Cases, backend: str) -> None:
+    """One random case of ``select_nodes``."""
+    batch, topk, depth, nodes = cases.shape()
+    scores = cases.place(cases.history(batch, topk, depth)[0])
+    compare("flat ids", *(kernels.select_nodes(scores, nodes - 1, backend=b) for b in (backend, "reference")))
+
+
+def check_build_tree(cases: Cases, backend: str) -> None:
+    """One random case of ``build_tree``."""
+    batch, topk, depth, nodes = cases.shape()
+    history = [cases.place(part) for part in cases.history(batch, topk, depth)]
+    root = cases.choose.choice([None, cases.place(cases.integers(0, 9, batch))])
+    trees = [kernels.build_tree(*history, nodes, topk, root_tokens=root, backend=b) for b in (backend, "reference")]
+    for field in ("flat_ids", "tokens", "parents", "depths", "mask", "first_child", "next_sibling"):
+        compare(field, *(getattr(tree, field) for tree in trees))
+
+
+def compare_accepted(run, backend: str) -> None:
+    """Compare the fields of the two Accepted that ``run(backend)`` gives."""
+    results: list[Accepted] = [run(backend), run("reference")]
+    for field in ("num_accepted", "nodes", "tokens"):
+        compare(field, *(getattr(result, field) for result in results))
+
+
+def check_verify_greedy(cases: Cases, backend: str) -> None:
+    """One random case of ``verify_greedy``, its predictions steered so that long paths occur."""
+    tree = cases.tree(vocabulary=cases.choose.choice([4, 9]))
+    guess = cases.integers(0, 12, *tree.tokens.shape)
+    child = tree.first_child.cpu().long()  # [B,N]
+    steer = (torch.rand(child.shape, generator=cases.generator) < 0.7) & (child >= 0)
+    follow = tree.tokens.cpu().gather(1, child.clamp(min=0)).to(guess.dtype)
+    predict, valid = cases.place(torch.where(steer, follow, guess)), cases.valid(len(guess))
+    compare_accepted(lambda b: kernels.verify_greedy(tree, predict, valid, backend=b), backend)
+
+
+def check_sample_and_match(cases: Cases, backend: str) -> None:
+    """One random case of ``sample_and_match``."""
+    tree = cases.tree(vocabulary=cases.choose.choice([3, 9]))
+    batch, nodes = tree.tokens.shape
+    probs, valid = cases.place(cases.probabilities(batch, nodes)), cases.valid(batch)
+    uniforms = cases.place(cases.uniform(batch, tree.max_depth + 1))
+    compare_accepted(lambda b: kernels.sample_and_match(tree, probs, uniforms, valid, backend=b), backend)
+
+
+def check_reject_target_only(cases: Cases, backend: str) -> None:
+    """One random case of ``reject_target_only``."""
+    tree = cases.tree(vocabulary=3)
+    batch, nodes = tree.tokens.shape
+    probs, valid = cases.place(cases.probabilities(batch, nodes)), cases.valid(batch)
+    if int(tree.tokens.max()) >= probs.shape[2]:
+        probs = torch.nn.functional.pad(probs, (0, int(tree.tokens.max()) + 1 - probs.shape[2]))
+    coins, lasts = cases.place(cases.uniform(batch, tree.max_depth)), cases.place(cases.uniform(batch))
+    compare_accepted(lambda b: kernels.reject_target_only(tree, probs, coins, lasts, valid, backend=b), backend)
+
+
+def check_pack_mask(cases: Cases, backend: str) -> None:
+    """One random case of ``pack_mask`` and ``unpack_mask``."""
+    shape = [cases.choose.choice([1, 3, 7]), cases.choose.randint(1, 40), cases.choose.choice([1, 31, 32, 33, 65, 130])]
+    mask = cases.place(torch.rand(shape, generator=cases.generator) < 0.5)
+    words = [kernels.pack_mask(mask, backend=b) for b in (backend, "reference")]
+    compare("words", *words)
+    words = cases.place(words[1].cpu())
+    back = [kernels.unpack_mask(words, shape[2], backend=b) for b in (backend, "reference")]
+    compare("mask", *back)
+    compare("round trip", back[0], mask)
+
+
+def check_repack_mask(cases: Cases, backend: str) -> None:
+    """One random case of ``repack_mask``."""
+    batch, most, words = cases.choose.choice([1, 3, 7]), cases.choose.randint(1, 70), cases.choose.randint(1, 4)
+    width = cases.choose.randint(1, words)
+    buffer = torch.randint(-(2**31), 2**31, (batch, most, words), generator=cases.generator).to(torch.int32)
+    rows = cases.choose.choice([cases.choose.randint(0, most), cases.place(cases.integers(0, most + 1, batch))])
+    used = rows * batch if isinstance(rows, int) else int(rows.sum())
+    buffers = [buffer.to(cases.device, copy=True) for _ in range(2)]
+    tight = [
+        kernels.repack_mask(b, rows, width, backend=name).reshape(-1, width)[:used]
+        for b, name in zip(buffers, (backend, "reference"), strict=True)
+    ]
+    compare("rows", *tight)
+
+
+def check_repack_accepted(cases: Cases, backend: str) -> None:
+    """One random case of ``repack_accepted``."""
+    batch, nodes, steps = cases.choose.choice([1, 3, 7]), cases.choose.randint(1, 40), cases.choose.randint(1, 9)
+    trailing = cases.choose.choice([(), (5,), (33,), (2, 12)])
+    rows = torch.randn(batch, nodes, *trailing, generator=cases.generator)
+    rows = cases.place(rows.to(cases.choose.choice([torch.float32, torch.bfloat16, torch.int8, torch.int64])))
+    paths, counts = (cases.place(part) for part in cases.accepted(batch, nodes, steps))
+    compare("rows", *(kernels.repack_accepted(rows, paths, counts, backend=b) for b in (backend, "reference")))
+
+
+def check_relocate_kv(cases: Cases, backend: str) -> None:
+    """One random case of ``relocate_kv``: contiguous, paged, latent, or a ring."""
+    choose, batch, nodes = cases.choose, cases.choose.choice([1, 3, 7]), cases.choose.randint(1, 40)
+    steps, heads, width = choose.randint(1, 12), choose.choice([1, 2, 5]), choose.choice([1, 8, 24])
+    paths, counts = (cases.place(part) for part in cases.accepted(batch, nodes, steps))
+    room = nodes + choose.randint(0, 20)
+    prefix = cases.place(cases.integers(0, room - nodes + 1, batch))
+    kind = choose.choice(["contiguous", "latent", "ring", "paged", "paged latent", "paged heads first"])
+    options: dict = {}
+    shape = (batch, heads, room, width)
+    if kind == "latent":
+        shape = (batch, room, width)
+    if kind == "ring":
+        options["window"] = room
+        prefix = cases.place(cases.integers(0, 1000, batch))
+    if kind.startswith("paged"):
+        size = choose.choice([1, 4, 16])
+        each = -(-room // size)
+        blocks = torch.randperm(batch * each + 2, generator=cases.generator)[: batch * each].view(batch, each)
+        options["block_table"] = cases.place(blocks.to(torch.int32))
+        shape = (batch * each + 2, size, heads, width)
+        if kind == "paged latent":
+            shape = (batch * each + 2, size, width)
+        if kind == "paged heads first":
+            shape, options["token_dim"] = (batch * each + 2, heads, size, width), 2
+    cache = torch.randn(shape, generator=cases.generator)
+    cache = cache.to(choose.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    caches = [cases.place(cache) for _ in range(2)]
+    caches[1] = caches[0].clone()
+    for each_cache, name in zip(caches, (backend, "reference"), strict=True):
+        kernels.relocate_kv(each_cache, paths, counts, prefix, debug=True, backend=name, **options)
+    compare(kind, *caches)
+
+
+CHECKS = {
+    "select_nodes": check_select_nodes,
+    "build_tree": check_build_tree,
+    "verify_greedy": check_verify_greedy,
+    "sample_and_match": check_sample_and_match,
+    "reject_target_only": check_reject_target_only,
+    "pack_mask": check_pack_mask,
+    "repack_mask": check_repack_mask,
+    "repack_accepted": check_repack_accepted,
+    "relocate_kv": check_relocate_kv,
+}
+
+SMALL_BLOCKS = {  # tile sizes that make small inputs take every path for large ones
+    "select_nodes": {"MAX_BLOCK": 16},
+    "build_tree": {"NODE_BLOCK": 8, "WORD_BLOCK": 1},
+    "verify_greedy": {"MAX_BLOCK": 8},
+    "sample_and_match": {"MAX_BLOCK": 8},
+    "reject_target_only": {"MAX_BLOCK": 8},
+    "inverse_cdf": {"MAX_BLOCK": 16},
+    "pack_mask": {"PACK_BLOCK": 4, "UNPACK_BLOCK": 64},
+    "repack_mask": {"MAX_BLOCK": 16},
+    "repack_accepted": {"MAX_BLOCK": 16},
+    "relocate_kv": {"PATH_BLOCK": 2, "FEATURE_BLOCK": 16},
+}
+
+
+def compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise ParityError unless both tensors are equal in dtype, shape and every element."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        raise ParityError(f"{what}: {found.dtype} {list(found.shape)} against {expected.dtype} {list(expected.shape)}")
+    differ = found != expected
+    if differ.any():
+        place = tuple(int(i) for i in differ.nonzero()[0])
+        raise ParityError(
+            f"{what}: {int(differ.sum())} of {differ.numel()} elements differ, first at {place}: "
+            f"kernel {found[place].item()}, reference {expected[place].item()}"
+        )
+
+
+@contextlib.contextmanager
+def small_blocks():
+    """Run the kernels with the tiles of SMALL_BLOCKS inside the block."""
+    modules = {name: importlib.import_module(f"modelopt_eagle.kernels.{name}") for name in SMALL_BLOCKS}
+    before = {name: {key: getattr(modules[name], key) for key in keys} for name, keys in SMALL_BLOCKS.items()}
+    try:
+        for name, sizes in SMALL_BLOCKS.items():
+            vars(modules[name]).update(sizes)
+        yield
+    finally:
+        for name, sizes in before.items():
+            vars(modules[name]).update(sizes)
+
+
+def run_checks(device: str, backend: str, cases: int, seed: int = 0, names=tuple(CHECKS)) -> dict[str, list[str]]:
+    """Run ``cases`` cases of each named check, every second with small blocks: the failures of each, empty if none."""
+    failures: dict[str, list[str]] = {}
+    for name in names:
+        failures[name] = []
+        for case in range(seed, seed + cases):
+            try:
+                with small_blocks() if case % 2 else contextlib.nullcontext():
+                    CHECKS[name](Cases(case, device), backend)
+            except Exception as error:  # a kernel that does not compile must not hide the checks behind it
+                failures[name].append(f"seed {case}: {type(error).__name__}: {error}")
+    return failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line of the self-check; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m modelopt_eagle.kernels.parity", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="triton", choices=["triton", "reference"])
+    parser.add_argument("--cases", type=int, default=50, help="random cases for each kernel")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--only", nargs="+", default=list(CHECKS), choices=list(CHECKS), metavar="KERNEL")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a line a kernel")
+    options = parser.parse_args(arguments)
+    failures = run_checks(options.device, options.backend, options.cases, options.seed, options.only)
+    if options.json:
+        print(json.dumps({"cases": options.cases, "failures": failures}))
+    else:
+        for name, lines in failures.items():
+            print(f"{name:20} {options.cases - len(lines)} of {options.cases} cases equal", *lines[:3], sep="\n  ")
+    return 1 if any(failures.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
