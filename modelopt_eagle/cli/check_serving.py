@@ -1,0 +1,71 @@
+"""Serve an export in a real engine and hold its counters and its text against ours (`scripts/check_serving.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from modelopt_eagle.errors import ExportError
+
+NOT_SERVED_RIGHT = 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="check_serving.py",
+        description=__doc__,
+        epilog="Exit code 0: served as trained; 1: not; 2: bad input. For engines that do not run here, "
+        "inspect-checkpoint says what they would do with the folder.",
+    )
+    parser.add_argument("--export_path", required=True, type=Path, help="the exported folder")
+    parser.add_argument("--base_model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
+    parser.add_argument("--engine", default="vllm", choices=("vllm",), help="the engine to run (default vllm)")
+    parser.add_argument(
+        "--engine-python",
+        "--engine_python",
+        type=Path,
+        help="interpreter that has it; default .venv-vllm/bin/python, which scripts/setup_vllm_cpu.sh makes",
+    )
+    parser.add_argument("--prompts", default="quickstart", help="prompts to decode, a .jsonl; default: the 80 shipped")
+    parser.add_argument("--num_samples", type=int, default=24, help="take this many, spread evenly (default 24)")
+    parser.add_argument("--max_new_tokens", type=int, default=96, help="length of an answer (default 96)")
+    parser.add_argument("--num_speculative_tokens", type=int, default=3, help="drafted tokens (default 3)")
+    parser.add_argument("--batch_size", type=int, default=8, help="requests decoded together (default 8)")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="largest difference of acceptance at a position (default 0.01)"
+    )
+    parser.add_argument("--json", type=Path, help="write the result there; default: print it after the table")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    for name in ("num_samples", "max_new_tokens", "num_speculative_tokens", "batch_size"):
+        if getattr(arguments, name) < 1:
+            raise ExportError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
+    from modelopt_eagle.export.serving import check_serving
+
+    report = check_serving(
+        arguments.export_path,
+        arguments.base_model,
+        engine=arguments.engine,
+        engine_python=arguments.engine_python,
+        prompts=arguments.prompts,
+        num_samples=arguments.num_samples,
+        max_new_tokens=arguments.max_new_tokens,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+        batch_size=arguments.batch_size,
+        tolerance=arguments.tolerance,
+    )
+    print(report.table())
+    text = json.dumps(report.to_dict(), indent=2)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+        print(f"written: {arguments.json}")
+    else:
+        print(text)
+    return 0 if report.passed else NOT_SERVED_RIGHT
