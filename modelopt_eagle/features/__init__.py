@@ -9,6 +9,7 @@ from modelopt_eagle.features.batch import (
     needed_final_positions,
     predicting_positions,
 )
+from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.source import FeatureSource, MemorySource, OnlineSource
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "FeatureRow",
     "FeatureSource",
     "MemorySource",
+    "OfflineSource",
     "OnlineSource",
     "collate",
     "needed_final_positions",

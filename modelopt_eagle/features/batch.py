@@ -46,21 +46,31 @@ class FeatureContract:
         object.__setattr__(self, "aux_layer_ids", tuple(int(i) for i in self.aux_layer_ids))
 
     @classmethod
-    def from_target(cls, target, aux_layer_ids=None, dtype: str = "float32") -> FeatureContract:
-        """The contract of features that ``target`` makes itself (its final state is post-norm)."""
-        identity = target.identity()
-        ids = target.default_aux_layer_ids() if aux_layer_ids is None else sorted(aux_layer_ids)
+    def from_identity(cls, identity: dict, aux_layer_ids, dtype: str = "float32") -> FeatureContract:
+        """The contract of post-norm features of the target with this ``identity()`` (of ``Target``, ``TargetTables``).
+
+        Args:
+            identity: model, revision, tokenizer_hash, template_hash, hidden_size, vocab_size.
+            aux_layer_ids: canonical ids; they are sorted, as the target's capture does.
+            dtype: see the class.
+        """
         return cls(
             model=identity["model"],
-            revision=identity.get("revision"),
-            aux_layer_ids=tuple(ids),
+            revision=identity["revision"],
+            aux_layer_ids=tuple(sorted(aux_layer_ids)),
             final_is_normed=True,
             dtype=dtype,
-            tokenizer_hash=identity.get("tokenizer_hash"),
-            template_hash=identity.get("template_hash"),
+            tokenizer_hash=identity["tokenizer_hash"],
+            template_hash=identity["template_hash"],
             hidden_size=identity["hidden_size"],
             vocab_size=identity["vocab_size"],
         )
+
+    @classmethod
+    def from_target(cls, target, aux_layer_ids=None, dtype: str = "float32") -> FeatureContract:
+        """The contract of features that ``target`` makes; the default three layers if no ids are given."""
+        ids = target.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        return cls.from_identity(target.identity(), ids, dtype)
 
     @classmethod
     def from_dict(cls, values: dict) -> FeatureContract:

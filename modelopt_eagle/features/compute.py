@@ -35,25 +35,23 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]
     return batches
 
 
-def teacher_predictions(target, final_hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def teacher_predictions(head, final_hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Argmax and log-sum-exp of the target's full-vocabulary logits, in chunks of positions.
 
     Args:
-        target: holder of ``logits(final_hidden)`` and ``vocab_size``.
+        head: ``TargetHead``, post-norm states to logits.
         final_hidden: [n, Ht] post-norm.
 
     Returns:
-        top1 [n] int64, logsumexp [n] float32.
+        top1 [n] int64, logsumexp [n] float32, on the states' device.
     """
-    chunk = max(1, HEAD_CHUNK_BYTES // (4 * target.vocab_size))
-    top1, normaliser = [], []
-    for part in final_hidden.split(chunk):  # [c,Ht]
-        logits = target.logits(part).float()  # [c,V]
-        top1.append(logits.argmax(-1))
-        normaliser.append(torch.logsumexp(logits, -1))
-    if not top1:
-        empty = final_hidden.new_zeros(0)
-        return empty.long(), empty.float()
+    chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
+    top1 = [final_hidden.new_zeros(0, dtype=torch.long)]
+    normaliser = [final_hidden.new_zeros(0, dtype=torch.float32)]
+    for part in final_hidden.split(chunk) if len(final_hidden) else ():  # [c,Ht]
+        logits = head(part.to(head.weight.device)).float()  # [c,V]
+        top1.append(logits.argmax(-1).to(final_hidden.device))
+        normaliser.append(torch.logsumexp(logits, -1).to(final_hidden.device))
     return torch.cat(top1), torch.cat(normaliser)
 
 
@@ -86,22 +84,41 @@ def compute_features(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> li
     result = []
     for b, row in enumerate(rows):
         s = len(row.input_ids)
-        supervised = torch.as_tensor(row.supervised, dtype=torch.bool, device=ids.device)  # [s]
-        final = output.final_hidden[b, :s].clone()  # [s,Ht]
-        aux = output.aux_hidden[b, :s].clone()  # [s,A*Ht]
-        if not (torch.isfinite(final).all() and torch.isfinite(aux).all()):
-            raise FeatureError(
-                f"row {row.id!r}: the target gave a state that is not finite in {target.dtype}; "
-                "load it in float32 or bfloat16"
-            )
-        predicting = predicting_positions(supervised)  # [s]
-        top1 = torch.full((s,), -1, dtype=torch.long, device=ids.device)
-        normaliser = torch.zeros(s, dtype=torch.float32, device=ids.device)
-        top1[predicting], normaliser[predicting] = teacher_predictions(target, final[predicting])
-        result.append(
-            FeatureRow(row.id, row.category or "", ids[b, :s].clone(), supervised, aux, final, top1, normaliser)
-        )
+        aux, final = output.aux_hidden[b, :s].clone(), output.final_hidden[b, :s].clone()  # [s,A*Ht], [s,Ht]
+        result.append(finish_row(row, aux, final, None, target.head))
     return result
+
+
+@torch.no_grad()
+def finish_row(row, aux_hidden: torch.Tensor, final_hidden: torch.Tensor, final_norm, head) -> FeatureRow:
+    """A row of features from the target's states, with the target's predictions.
+
+    Args:
+        row: the tokenised row: ``id, category, input_ids, supervised``.
+        aux_hidden: [s, A*Ht].
+        final_hidden: [s, Ht], pre-norm if ``final_norm`` is given, else post-norm.
+        final_norm: the target's final norm, or None.
+        head: the target's head.
+
+    Raises:
+        FeatureError: a state that is not finite.
+    """
+    device = final_hidden.device
+    if final_norm is not None:
+        weight = next(final_norm.parameters())
+        final_hidden = final_norm(final_hidden.to(weight)).to(device)  # [s,Ht]
+    if not (torch.isfinite(final_hidden).all() and torch.isfinite(aux_hidden).all()):
+        raise FeatureError(
+            f"row {row.id!r}: the target gave a state that is not finite in {aux_hidden.dtype}; load it in float32 or "
+            "bfloat16"
+        )
+    supervised = torch.as_tensor(row.supervised, dtype=torch.bool, device=device)  # [s]
+    input_ids = torch.as_tensor(row.input_ids, dtype=torch.long, device=device)  # [s]
+    predicting = predicting_positions(supervised)  # [s]
+    top1 = torch.full_like(input_ids, -1)
+    normaliser = torch.zeros(len(input_ids), dtype=torch.float32, device=device)
+    top1[predicting], normaliser[predicting] = teacher_predictions(head, final_hidden[predicting])
+    return FeatureRow(row.id, row.category or "", input_ids, supervised, aux_hidden, final_hidden, top1, normaliser)
 
 
 def compute_rows(

@@ -10,7 +10,7 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate, predicting_positions
-from modelopt_eagle.features.compute import HEAD_CHUNK_BYTES
+from modelopt_eagle.features.compute import teacher_predictions
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource
 from modelopt_eagle.features.store import StoreReader
@@ -95,12 +95,8 @@ class OfflineSource(PlannedSource):
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         return collate([self.row(i) for i in indices], self.contract)
 
-    def batches(
-        self, epoch: int, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, start: int = 0
-    ) -> Iterator[FeatureBatch | None]:
-        """See :class:`FeatureSource`."""
-        plan = self.plan(epoch, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size, start=start)
-        yield from self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
+    def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
+        return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
 
     def check_teacher(self, head, sample_rows: int = 8, final_norm=None) -> float:
         """Rebuild the target's argmax from the stored final states and compare it with the stored one.
@@ -162,8 +158,5 @@ def head_argmax(head, final_hidden: torch.Tensor, at: torch.Tensor) -> torch.Ten
         [s] int64, -1 where ``at`` is False.
     """
     top1 = torch.full((len(final_hidden),), -1, dtype=torch.long)  # [s]
-    states = final_hidden[at].to(head.weight.device)  # [n,Ht]
-    chunk = max(1, HEAD_CHUNK_BYTES // (4 * head.weight.shape[0]))
-    if len(states):
-        top1[at] = torch.cat([head(part).argmax(-1).cpu() for part in states.split(chunk)])
+    top1[at] = teacher_predictions(head, final_hidden[at])[0]
     return top1

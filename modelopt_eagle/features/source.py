@@ -31,7 +31,15 @@ class FeatureSource(Protocol):
     lengths: list[int]
 
     def batches(
-        self, epoch: int, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, start: int = 0
+        self,
+        epoch: int,
+        *,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start: int = 0,
+        shuffle: bool = True,
     ) -> Iterator[FeatureBatch | None]:
         """Batches of one epoch for one rank; None where the rank has nothing in a step.
 
@@ -41,6 +49,7 @@ class FeatureSource(Protocol):
             seed: seed of the order.
             rank, world_size: the share of this process; all ranks get the same number of steps.
             start: steps to leave out at the front.
+            shuffle: False keeps the order of the rows in every epoch.
         """
         ...
 
@@ -55,24 +64,38 @@ class PlannedSource:
         """The rows of these numbers, packed in the given order."""
         raise NotImplementedError("a planned source implements load(indices)")
 
-    def plan(
-        self, epoch: int, *, batch_size: int, seed: int, rank: int, world_size: int, start: int
-    ) -> list[list[int]]:
-        """Row numbers of each remaining batch of the epoch."""
+    def plan(self, epoch: int, *, start: int = 0, **options) -> list[list[int]]:
+        """Row numbers of each remaining batch of the epoch; ``options`` are those of ``data.plan_batches``."""
         from modelopt_eagle.data import plan_batches
 
-        planned = plan_batches(
-            self.lengths, batch_size=batch_size, seed=seed, epoch=epoch, rank=rank, world_size=world_size
-        )
-        return planned[start:]
+        return plan_batches(self.lengths, epoch=epoch, **options)[start:]
 
     def batches(
-        self, epoch: int, *, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, start: int = 0
+        self,
+        epoch: int,
+        *,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start: int = 0,
+        shuffle: bool = True,
     ) -> Iterator[FeatureBatch | None]:
         """See :class:`FeatureSource`."""
-        for indices in self.plan(
-            epoch, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size, start=start
-        ):
+        plan = self.plan(
+            epoch,
+            batch_size=batch_size,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            start=start,
+            shuffle=shuffle,
+        )
+        yield from self._make_batches(plan)
+
+    def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
+        """Batches of planned row numbers; sources that prepare ahead override this."""
+        for indices in plan:
             yield self.load(indices) if indices else None
 
 

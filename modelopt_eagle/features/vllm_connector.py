@@ -67,8 +67,8 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
         layers = vllm_config.model_config.get_total_num_hidden_layers()
         if self._layer_ids[-1] != layers:
             raise StreamError(
-                f"the last of eagle_aux_hidden_state_layer_ids must be the number of layers, {layers} (the final state); "
-                f"found {self._layer_ids}"
+                f"the last of eagle_aux_hidden_state_layer_ids must be the number of layers, {layers} (the final "
+                f"state); found {self._layer_ids}"
             )
         self._group, self._block_size = self._find_group(kv_cache_config)
         self._address = self._kv_transfer_config.get_from_extra_config("address", DEFAULT_ADDRESS)

@@ -116,7 +116,8 @@ def decode(header: dict, payload, where: str) -> FeatureMessage:
     wanted = [len(header["token_ids"]), len(header["aux_layer_ids"]) + 1]
     if len(shape) != 3 or not all(isinstance(n, int) and n >= 0 for n in shape) or shape[:2] != wanted:
         raise StreamError(
-            f"{where} sent a malformed message: shape {wanted + ['Ht']} expected for its tokens and layers, {shape} found"
+            f"{where} sent a malformed message: shape {wanted + ['Ht']} expected for its tokens and layers, "
+            f"{shape} found"
         )
     size = math.prod(shape) * dtype.itemsize
     if not size == header["bytes"] == len(payload):

@@ -1,0 +1,142 @@
+"""The command line that all back ends share: read conversations, say what the dump will take, fill the store.
+
+Run one worker a device, all with the same data: ``--shard 0/4``, ``--shard 1/4`` … into the same ``--output-dir``.
+A worker that is stopped or killed goes on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from modelopt_eagle.errors import EagleError, FeatureError
+from modelopt_eagle.features.dump import BackEnd, dump, estimate
+from modelopt_eagle.features.store import SHARD_BYTES, STORAGE_DTYPES
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """The shared options; a back end may add its own."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
+    parser.add_argument("--input-file", required=True, nargs="+", help="conversations: .jsonl file(s), or quickstart")
+    parser.add_argument("--output-dir", required=True, type=Path, help="the store; goes on if it was begun")
+    parser.add_argument("--shard", default="0/1", metavar="i/n", help="this worker takes every n-th row (default 0/1)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=list(STORAGE_DTYPES), help="how states are stored (default bfloat16)"
+    )
+    parser.add_argument("--max-length", type=int, default=2048, help="window in tokens (default 2048)")
+    parser.add_argument("--overlong", default="truncate", choices=("truncate", "drop"), help="longer conversations")
+    parser.add_argument("--max-rows", type=int, help="use only the first rows of the data")
+    parser.add_argument(
+        "--aux-layers", metavar="a,b,c", help="layers by their outputs, 0-based (default 1, n//2-1, n-4)"
+    )
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one forward (default 4096)")
+    parser.add_argument(
+        "--shard-mib", type=float, default=SHARD_BYTES / 2**20, help="of a shard file (default 256)"
+    )
+    parser.add_argument("--chat-template", help="Jinja template, or a file with one, in place of the target's own")
+    parser.add_argument("--revision", help="branch, tag or commit of the target on the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run model code from the checkpoint")
+    parser.add_argument(
+        "--target-dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype the target runs in; auto is float32 on a CPU, else the checkpoint's own",
+    )
+    parser.add_argument("--estimate", action="store_true", help="print bytes, time and disk, and write nothing")
+    return parser
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """(i, n) of ``--shard i/n``.
+
+    Raises:
+        FeatureError: not of that form.
+    """
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts) or not int(parts[0]) < int(parts[1]):
+        raise FeatureError(f"--shard i/n with 0 <= i < n expected, such as 0/4; found {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Ascending ids of ``--aux-layers a,b,c``; None if it was not given.
+
+    Raises:
+        FeatureError: not numbers.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(sorted(int(part) for part in text.split(",")))
+    except ValueError as error:
+        raise FeatureError(f"--aux-layers takes numbers such as 1,14,26; found {text!r}") from error
+
+
+def read_generation_config(args: argparse.Namespace):
+    """The target's ``GenerationConfig``, or None if it has none; for back ends that do not load the model itself."""
+    from transformers import GenerationConfig
+
+    from modelopt_eagle.target.load import resolve
+
+    try:
+        return GenerationConfig.from_pretrained(str(resolve(args.model)), revision=args.revision)
+    except OSError:
+        return None
+
+
+def run(parser: argparse.ArgumentParser, open_back_end: Callable[[argparse.Namespace], BackEnd], argv=None) -> int:
+    """Parse, dump, report; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    args = parser.parse_args(argv)
+    try:
+        return _run(args, open_back_end)
+    except EagleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command goes on from {args.output_dir}", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace, open_back_end: Callable[[argparse.Namespace], BackEnd]) -> int:
+    from modelopt_eagle.data import ProgressBar, prepare_dataset
+
+    worker = parse_shard(args.shard)
+    for name in ("batch_tokens", "shard_mib"):
+        if getattr(args, name) <= 0:
+            raise FeatureError(f"--{name.replace('_', '-')} must be above 0, found {getattr(args, name)}")
+    back_end = open_back_end(args)
+    data = prepare_dataset(
+        back_end.tokenizer,
+        args.input_file,
+        max_rows=args.max_rows,
+        max_length=args.max_length,
+        overlong=args.overlong,
+        end_token_ids=back_end.end_token_ids,
+    )
+    print(data.header())
+    if args.estimate:
+        print("\n".join(estimate(back_end, data.rows, args.output_dir, args.dtype, worker).lines()))
+        return 0
+    bar: ProgressBar | None = None
+
+    def begin(rows_before: int, tokens: int) -> None:
+        nonlocal bar
+        if rows_before:
+            print(f"{rows_before} rows of this worker are stored already")
+        bar = ProgressBar(tokens, "features", unit="tokens")
+
+    made, before = dump(
+        back_end,
+        data.rows,
+        args.output_dir,
+        dtype=args.dtype,
+        worker=worker,
+        shard_bytes=int(args.shard_mib * 2**20),
+        begin=begin,
+        progress=lambda tokens: bar.advance(tokens),
+    )
+    print(f"{args.output_dir}: {made} rows made, {before} were there, contract {back_end.contract.to_dict()}")
+    return 0

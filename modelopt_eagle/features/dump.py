@@ -1,0 +1,230 @@
+"""Fill a store with the features of a data set, by any back end; estimate it first."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import FeatureContract, FeatureRow
+from modelopt_eagle.features.compute import compute_features, compute_rows, finish_row, length_batches
+from modelopt_eagle.features.store import SHARD_BYTES, StoreWriter, bytes_per_token, dataset_hash
+
+
+class BackEnd(Protocol):
+    """What makes features: HF, vLLM or TensorRT-LLM.
+
+    Attributes:
+        contract: of the rows that it makes.
+        tokenizer: of the target, with the chat template in effect.
+        end_token_ids: what the target stops at.
+    """
+
+    contract: FeatureContract
+    tokenizer: object
+    end_token_ids: tuple[int, ...]
+
+    def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
+        """(number of the row in ``rows``, its features), in any order, each row once."""
+        ...
+
+
+def stop_ids(generation_config, config) -> tuple[int, ...]:
+    """The token ids that end an answer: of the generation config, or else of the model's config."""
+    value = getattr(generation_config, "eos_token_id", None)
+    value = getattr(config, "eos_token_id", None) if value is None else value
+    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
+
+
+class TargetBackEnd:
+    """Features by a target loaded with transformers.
+
+    Args:
+        target: the loaded target.
+        aux_layer_ids: canonical ids; None for the default three.
+        batch_tokens: padded tokens of one forward.
+    """
+
+    def __init__(self, target, aux_layer_ids: Sequence[int] | None = None, batch_tokens: int = 4096):
+        self._target, self._batch_tokens = target, batch_tokens
+        self.tokenizer = target.tokenizer
+        self.end_token_ids = stop_ids(getattr(target.model, "generation_config", None), target.config)
+        self.contract = FeatureContract.from_target(target, aux_layer_ids)
+
+    def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
+        """See :class:`BackEnd`."""
+        return compute_rows(self._target, rows, self.contract.aux_layer_ids, self._batch_tokens)
+
+    def check(self, rows: Sequence) -> None:
+        """Stop before the first row if the target's logits cannot be rebuilt from its final state.
+
+        Raises:
+            TargetError: says where and by how much they differ.
+        """
+        shortest = min(rows, key=lambda row: len(row.input_ids))
+        self._target.check_parity(torch.tensor([list(shortest.input_ids)[:128]]))
+
+    def tokens_per_second(self, rows: Sequence) -> float:
+        """Rate of the target over a few rows of middling length, after one batch to warm up."""
+        batches = length_batches([len(row.input_ids) for row in rows], self._batch_tokens)
+        sample = [rows[i] for i in batches[len(batches) // 2]]
+        compute_features(self._target, sample[:1], self.contract.aux_layer_ids)
+        begun = time.perf_counter()
+        compute_features(self._target, sample, self.contract.aux_layer_ids)
+        return sum(len(row.input_ids) for row in sample) / (time.perf_counter() - begun)
+
+
+class EngineBackEnd:
+    """Features by an inference engine that hands out aux states and the state before the final norm.
+
+    Args:
+        tables: ``TargetTables``: final norm and head of the same model, applied here, and its identity.
+        aux_layer_ids: canonical ids, ascending.
+        states: ``states(rows)`` yields (number of the row, aux [s, A, Ht], pre-norm final [s, Ht]).
+        generation_config: the target's ``GenerationConfig``, or None if it has none.
+    """
+
+    def __init__(
+        self, tables, aux_layer_ids: Sequence[int], states: Callable[[Sequence], Iterator], generation_config=None
+    ):
+        self._tables, self._states = tables, states
+        self.tokenizer = tables.tokenizer
+        self.end_token_ids = stop_ids(generation_config, tables.config)
+        self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
+
+    def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
+        """See :class:`BackEnd`."""
+        for number, aux, final in self._states(rows):
+            yield number, finish_row(rows[number], aux.flatten(1), final, self._tables.final_norm, self._tables.head)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a dump will take.
+
+    Attributes:
+        rows, tokens: of this worker, still to be made.
+        bytes: on disk.
+        free: bytes free where the store lies.
+        seconds: of the target; None where the back end cannot be timed.
+    """
+
+    rows: int
+    tokens: int
+    bytes: int
+    free: int
+    seconds: float | None
+
+    def lines(self) -> list[str]:
+        """As text."""
+        hours = "not measured by this back end" if self.seconds is None else _duration(self.seconds)
+        lines = [
+            f"rows    {self.rows:,} to make",
+            f"tokens  {self.tokens:,}",
+            f"disk    {self.bytes / 2**30:,.3f} GiB, {self.free / 2**30:,.1f} GiB free",
+            f"time    {hours}",
+        ]
+        if self.bytes > self.free:
+            lines.append("warning: the disk is too small; use a smaller --dtype, fewer rows, or another folder")
+        return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:,.2f} h" if seconds >= 3600 else f"{seconds:,.0f} s"
+
+
+def rows_to_make(rows: Sequence, done: set[int], worker: tuple[int, int]) -> list[int]:
+    """Places of a worker's rows in the data set that are not stored yet: every n-th, beginning at i."""
+    index, count = worker
+    return [i for i in range(index, len(rows), count) if i not in done]
+
+
+def estimate(back_end: BackEnd, rows: Sequence, folder: Path, dtype: str, worker: tuple[int, int]) -> Estimate:
+    """Bytes, time and disk of a dump that nothing has been written of.
+
+    Args:
+        back_end: what will make the rows; timed on a few if it can be.
+        rows: the whole tokenised data set.
+        folder, dtype, worker: as for :func:`dump`.
+    """
+    mine = [rows[i] for i in rows_to_make(rows, set(), worker)]
+    tokens = sum(len(row.input_ids) for row in mine)
+    supervised = sum(sum(row.supervised) for row in mine)
+    contract = replace(back_end.contract, dtype=dtype)
+    rate = back_end.tokens_per_second(mine) if mine and hasattr(back_end, "tokens_per_second") else None
+    place = folder.resolve()
+    while not place.exists():
+        place = place.parent
+    return Estimate(
+        rows=len(mine),
+        tokens=tokens,
+        bytes=round(tokens * bytes_per_token(contract, supervised / max(tokens, 1))),
+        free=shutil.disk_usage(place).free,
+        seconds=tokens / rate if rate else None,
+    )
+
+
+def dump(
+    back_end: BackEnd,
+    rows: Sequence,
+    folder: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    worker: tuple[int, int] = (0, 1),
+    shard_bytes: int = SHARD_BYTES,
+    begin: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[int, int]:
+    """Make and store the rows of one worker that are not stored yet. Ctrl-C keeps every finished row.
+
+    Args:
+        back_end: what makes the rows.
+        rows: the whole tokenised data set, alike for all workers.
+        folder: the store.
+        dtype: storage dtype.
+        worker: (i, n): every n-th row, beginning at i.
+        shard_bytes: size of a shard.
+        begin: called once with (rows of this worker already stored, tokens still to be made).
+        progress: called with the tokens of each finished row.
+
+    Returns:
+        rows made now, rows of this worker that were there before.
+
+    Raises:
+        FeatureError: the store was begun with another contract, other data, or by a worker that still runs; the back
+            end left rows out, or made one twice.
+    """
+    if not rows:
+        raise FeatureError("no rows to make features of: the data set is empty")
+    contract = replace(back_end.contract, dtype=dtype)
+    with StoreWriter(
+        folder,
+        contract,
+        dataset_hash=dataset_hash(rows),
+        dataset_rows=len(rows),
+        worker=worker,
+        shard_bytes=shard_bytes,
+    ) as writer:
+        missing = rows_to_make(rows, writer.done, worker)
+        before = len(rows_to_make(rows, set(), worker)) - len(missing)
+        if missing and hasattr(back_end, "check"):
+            back_end.check([rows[i] for i in missing])
+        if begin is not None:
+            begin(before, sum(len(rows[i].input_ids) for i in missing))
+        made = 0
+        for number, row in back_end.features([rows[i] for i in missing]) if missing else ():
+            if row.input_ids.tolist() != list(rows[missing[number]].input_ids):
+                raise FeatureError(f"row {rows[missing[number]].id!r}: features of other tokens came back")
+            writer.add(missing[number], row)
+            made += 1
+            if progress is not None:
+                progress(len(row))
+        if made != len(missing):
+            raise FeatureError(f"{len(missing)} rows were asked for, {made} came back; run the same command again")
+    return made, before
