@@ -1,0 +1,69 @@
+"""Whether a target, a head, a plan and a batch belong together; asked before anything runs."""
+
+from __future__ import annotations
+
+from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.target.capture import check_layer_ids
+from modelopt_eagle.target.identity import tokenizer_hash
+from modelopt_eagle.target.model import Target
+
+from .options import DraftPlan
+from .requests import Request
+
+
+def check_pair(target: Target, draft: EagleModule, plan: DraftPlan) -> None:
+    """Check that the head was made for this target and can draft this plan.
+
+    Raises:
+        DecodingError: other vocabulary, width, tokenizer or layers, or a branching above the draft vocabulary.
+        CheckpointError: the head's vocabulary map is unset.
+    """
+    config = draft.config
+    if config.vocab_size != target.vocab_size:
+        raise DecodingError(
+            f"the head was made for a vocabulary of {config.vocab_size} tokens, {target.name} has "
+            f"{target.vocab_size}: use the target that it was trained with ({config.target_name or 'not recorded'})"
+        )
+    if config.target_hidden_size != target.hidden_size:
+        raise DecodingError(
+            f"the head reads features of width {config.target_hidden_size}, {target.name} has {target.hidden_size}"
+        )
+    check_layer_ids(config.aux_layer_ids, target.num_layers)
+    if config.tokenizer_hash and target.tokenizer is not None:
+        found = tokenizer_hash(target.tokenizer)
+        if found != config.tokenizer_hash:
+            raise DecodingError(
+                f"the head was trained with tokenizer {config.tokenizer_hash}, {target.name} has {found}: its token "
+                "ids mean other words; use the target that it was trained with"
+            )
+    draft.vocab.validate()
+    if plan.topk is not None and plan.topk > config.draft_vocab_size:
+        raise DecodingError(
+            f"topk must be at most the draft vocabulary, {config.draft_vocab_size} tokens, found {plan.topk}"
+        )
+
+
+def check_lengths(target: Target, requests: list[Request], plan: DraftPlan, cache_length: int | None) -> int:
+    """Slots a request needs: prompt, new tokens and the nodes of the last round.
+
+    Returns:
+        The capacity to allocate.
+
+    Raises:
+        DecodingError: more than the cache was given, or positions that the target was not made for.
+    """
+    tokens = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    needed = tokens + plan.num_nodes
+    limit = getattr(target.config, "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise DecodingError(
+            f"prompt and max_new_tokens make {tokens} positions, {target.name} was made for {limit}: "
+            "shorten the prompt or lower max_new_tokens"
+        )
+    if cache_length is not None and needed > cache_length:
+        raise DecodingError(
+            f"cache_length is {cache_length}, but {needed} slots are needed: {tokens} for prompt and new tokens and "
+            f"{plan.num_nodes} for the nodes of a round; raise cache_length, or lower max_new_tokens or num_nodes"
+        )
+    return needed

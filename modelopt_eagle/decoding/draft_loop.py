@@ -1,0 +1,250 @@
+"""The draft loop: one round of drafting from the tokens and true features of the last acceptance.
+
+Chain and tree share the first step and the later steps. The first step reads all tokens accepted since the round
+before (variable length) and writes exactly their keys; each later step reads the new nodes of one layer, which see
+the prefix, their own ancestors' keys and themselves (EAGLE-2, arXiv 2406.16858, section 4; ``rollout.md`` at k >= 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_eagle.draft import EagleModule
+
+from .draft_cache import DraftCache
+from .options import DraftPlan
+from .stable_topk import stable_topk
+
+
+@dataclass(frozen=True)
+class TreeHistory:
+    """Every candidate that a tree expansion scored, in flat order (``trees.md``); what ``build_tree`` takes.
+
+    ``scores [B, H]`` float32 cumulative log-probabilities, ``tokens [B, H]`` int64 target ids,
+    ``parent_list [B, max(1, T(D-1)+1)]`` int64.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    parent_list: Tensor
+
+
+class DraftLoop:
+    """Drafts for a batch of rows.
+
+    Args:
+        module: the head, in evaluation mode.
+        embedding: the target's embedding (unused by a head with its own).
+        plan: chain or tree.
+        batch: rows.
+        capacity: anchors a row can have.
+        fixed_shapes: run the later steps over the whole buffer with positions as tensors, so that their shapes never
+            change (what a CUDA graph needs); otherwise over the slots in use.
+    """
+
+    def __init__(
+        self,
+        module: EagleModule,
+        embedding: nn.Module,
+        plan: DraftPlan,
+        batch: int,
+        capacity: int,
+        fixed_shapes: bool = False,
+    ):
+        self.module, self.embedding, self.plan = module, embedding, plan
+        self.capacity = capacity
+        self.room = capacity + max(1, plan.depth - 1) * (plan.topk or 1)
+        self.cache = DraftCache(module, batch, self.room)
+        self.fixed_shapes = fixed_shapes
+        self.target_ids = module.vocab.d2t + torch.arange(len(module.d2t), device=module.d2t.device)  # [Vd]
+        self._positions = capacity + plan.depth + 1  # above every rotary position
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep the rows ``[b]`` int64."""
+        self.cache.keep(rows)
+
+    def advance(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> Tensor:
+        """The first step: commit the newly accepted anchors and return the output of the last of each row.
+
+        Args:
+            tokens: ``[B, m]`` int64, the token AFTER each anchor (``x_{i+1}``), padded on the right.
+            aux_hidden: ``[B, m, A·Ht]`` target features of the anchors.
+            starts: B anchors committed before.
+            counts: B new anchors, at least 1.
+
+        Returns:
+            ``[B, H]`` output at the last anchor, before the final norm.
+        """
+        module, device = self.module, tokens.device
+        batch, count = tokens.shape
+        even = len(set(starts)) == 1
+        uniform = even and len(set(counts)) == 1
+        grid = torch.arange(count, device=device)  # [m]
+        first = starts[0] if even else torch.tensor(starts, device=device)[:, None]
+        # anchor = slot = rotary position; the padding of short rows is kept inside the tables and never written
+        positions = (first + grid).clamp(max=self.capacity - 1).expand(batch, -1)  # [B,m]
+        limit = min(max(starts) + count, self.room)
+        cos, sin = module.rotary(positions, self._positions)  # [B,m,d/2]
+        cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
+        weight = module.fc.weight
+        state = module.fuse(aux_hidden.to(weight.dtype)).flatten(0, 1)  # [B*m,H]
+        embedding = module.embed(tokens, self.embedding).to(weight.dtype).flatten(0, 1)  # [B*m,H]
+        ends = torch.tensor([b * count + c - 1 for b, c in enumerate(counts)], device=device)  # [B] last rows
+        slot = torch.arange(limit, device=device)  # [W]
+        for index, layer in enumerate(module.layers):
+            final = index == len(module.layers) - 1
+            q, k, v, residual = layer.project(
+                embedding if index == 0 else None, state, cos, sin, query_rows=ends if final and count > 1 else None
+            )
+            k, v = k.unflatten(0, (batch, count)), v.unflatten(0, (batch, count))  # [B,m,hkv,d]
+            self._commit(index, k, v, starts, counts, positions)
+            rows = 1 if final else count
+            width, visible = limit, None
+            if final and uniform:
+                width = starts[0] + counts[0]
+            elif final:
+                visible = (
+                    slot
+                    < torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], device=device)[:, None, None]
+                )
+            else:
+                visible = slot <= positions[..., None]  # [B,m,W]
+            attention = self.cache.attend(index, q.unflatten(0, (batch, rows)), visible, width, layer.scale)
+            state = layer.combine(attention.flatten(0, 1), residual)  # [B,H], or [B*m,H] below the last layer
+        return state
+
+    def _commit(self, layer: int, k: Tensor, v: Tensor, starts, counts, positions) -> None:
+        """Write each row's real anchors; padding never reaches the buffer."""
+        if len(set(starts)) == 1 and len(set(counts)) == 1:
+            self.cache.write(layer, k, v, starts[0], None)
+            return
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            self.cache.keys[layer][row, :, start : start + count] = k[row, :count].transpose(0, 1)
+            self.cache.values[layer][row, :, start : start + count] = v[row, :count].transpose(0, 1)
+
+    def chain(self, output: Tensor, lengths: list[int]) -> Tensor:
+        """Draft K tokens a row.
+
+        Args:
+            output: ``[B, H]`` of :meth:`advance`.
+            lengths: B committed anchors.
+
+        Returns:
+            ``[B, K]`` int64 target ids.
+        """
+        where = self._where(lengths, output.device)
+        drafted = []
+        for step in range(self.plan.depth):
+            if step > 0:
+                state = self.module.next_state(output)[:, None]  # [B,1,H]
+                output = self._later(drafted[-1][:, None], state, where, step, None)[:, 0]  # [B,H]
+            logits = self.module.lm_head(self.module.head_input(output))  # [B,Vd]
+            drafted.append(self.target_ids[logits.argmax(-1)])  # [B]
+        return torch.stack(drafted, 1)
+
+    def tree(self, output: Tensor, lengths: list[int]) -> TreeHistory:
+        """Expand a tree of branching T and depth D; arguments as for :meth:`chain`."""
+        return self.expand(output, self._where(lengths, output.device))
+
+    def expand(self, output: Tensor, where: Where) -> TreeHistory:
+        """The expansion proper: T candidates below the root, then the best T of each layer by T.
+
+        Args:
+            output: ``[B, H]``.
+            where: places of the prefix.
+        """
+        topk, depth = int(self.plan.topk), self.plan.depth
+        batch, device = len(output), output.device
+        value, token = self._candidates(output[:, None], topk)  # [B,1,T] each
+        scores, tokens = [value.flatten(1)], [token.flatten(1)]  # history, [B,T] then [B,T*T] a layer
+        parents = [torch.full((batch, 1), -1, device=device)]
+        flat = torch.arange(topk, device=device).expand(batch, -1)  # [B,T] flat ids of the survivors
+        best, node = scores[0], tokens[0]  # [B,T] their scores and tokens
+        state = self.module.next_state(output)[:, None].expand(-1, topk, -1)  # [B,T,H] their parents' output
+        sees = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)  # [B,T,layers*T]
+        for layer in range(1, depth):
+            parents.append(flat)
+            output = self._later(node, state, where, layer, sees)  # [B,T,H]
+            value, token = self._candidates(output, topk)  # [B,T,T]
+            value = (value + best[..., None]).flatten(1)  # [B,T*T]
+            token = token.flatten(1)
+            scores.append(value)
+            tokens.append(token)
+            if layer == depth - 1:
+                break
+            best, order = value.sort(dim=1, descending=True, stable=True)  # ties by flat id
+            best, order = best[:, :topk], order[:, :topk]  # [B,T]
+            node, origin = token.gather(1, order), order // topk  # [B,T] token, and survivor it grew from
+            flat = topk + topk * topk * (layer - 1) + order
+            carried = self.module.next_state(output)  # [B,T,H]
+            state = carried.gather(1, origin[..., None].expand_as(carried))
+            above = sees.gather(1, origin[..., None].expand_as(sees))  # [B,T,layer*T]
+            sees = torch.cat((above, torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)), -1)
+        return TreeHistory(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
+
+    def _candidates(self, output: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and target ids ``[B, n, T]`` of the likeliest draft tokens after outputs ``[B, n, H]``."""
+        logits = self.module.lm_head(self.module.head_input(output)).float()  # [B,n,Vd]
+        if topk == 1:
+            index = logits.argmax(-1, keepdim=True)  # [B,n,1] the chain's own choice
+            value = logits.gather(-1, index)
+        else:
+            value, index = stable_topk(logits, topk)  # [B,n,T]
+        value = (value - logits.logsumexp(-1, keepdim=True)).clamp(max=0)  # never above the parent's score
+        return value, self.target_ids[index]
+
+    def _where(self, lengths: list[int], device: torch.device) -> Where:
+        if len(set(lengths)) == 1 and not self.fixed_shapes:
+            return Where(lengths[0], None, lengths[0])
+        return Where(None, torch.tensor(lengths, device=device)[:, None], max(lengths))
+
+    def _later(self, tokens: Tensor, state: Tensor, where: Where, layer: int, sees: Tensor | None) -> Tensor:
+        """Step ``layer`` >= 1 for n nodes a row: write their keys behind the layers before, attend, combine.
+
+        Args:
+            tokens: ``[B, n]`` the nodes' own tokens.
+            state: ``[B, n, H]`` carried from their parents.
+            sees: ``[B, n, layer·n]`` bool over all nodes so far; ``None`` for a chain, which sees them all.
+
+        Returns:
+            ``[B, n, H]`` before the final norm.
+        """
+        module, count, device = self.module, tokens.shape[1], tokens.device
+        batch, new = len(tokens), layer * count  # nodes drafted so far, with these
+        weight = module.fc.weight
+        embedding = module.embed(tokens, self.embedding).to(weight.dtype)  # [B,n,H]
+        slots = None
+        if where.start is not None:
+            positions = torch.full((1, 1), where.start - 1 + layer, device=device)  # anchor + k
+            first, width = where.start + new - count, where.start + new
+            visible = None
+            if count > 1:
+                visible = torch.cat((sees.new_ones(1, 1, where.start).expand(batch, count, -1), sees), -1)  # [B,n,W]
+        else:
+            positions = where.lengths - 1 + layer  # [B,1]
+            first, width = None, self.room if self.fixed_shapes else where.longest + new
+            slots = where.lengths + (new - count) + torch.arange(count, device=device)  # [B,n]
+            column = torch.arange(width, device=device)  # [W]
+            visible = (column < where.lengths)[:, None].repeat(1, count, 1)  # [B,n,W]
+            drafted = where.lengths + torch.arange(new, device=device)  # [B,new]
+            own = torch.ones_like(drafted, dtype=torch.bool)[:, None].expand(-1, count, -1) if sees is None else sees
+            visible.scatter_(2, drafted[:, None].expand(-1, count, -1), own)
+        cos, sin = module.rotary(positions, self._positions)  # [B or 1,1,d/2]
+        for index, part in enumerate(module.layers):
+            q, k, v, residual = part.project(embedding if index == 0 else None, state, cos, sin)
+            self.cache.write(index, k, v, first, slots)
+            attention = self.cache.attend(index, q, visible, width, part.scale)  # [B,n,h*dv]
+            state = part.combine(attention, residual)  # [B,n,H]
+        return state
+
+
+@dataclass(frozen=True)
+class Where:
+    """Committed anchors before the drafted nodes: one number for all rows, or ``lengths [B, 1]`` int64."""
+
+    start: int | None
+    lengths: Tensor | None
+    longest: int

@@ -1,0 +1,166 @@
+"""``PseudoSpeculativeGenerator``: draft, verify, accept, on one machine and with any transformers target.
+
+It decodes as a serving engine does (KV caches on both sides, one verification pass a round), so its acceptance is
+what an engine will see; its output is the target's own: token for token when greedy, in distribution when sampling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.target.model import Target
+
+from .compatibility import check_lengths, check_pair
+from .options import DraftPlan
+from .output import GenerationOutput, Timings, prefix_counts
+from .requests import Request, StopRule, StreamCallback, end_token_ids, make_requests
+from .rounds import DraftedRounds, PlainRounds, Rounds
+from .target_runner import cache_argument
+
+
+class PseudoSpeculativeGenerator:
+    """Generates with a target and an EAGLE-3 head.
+
+    Args:
+        target: the frozen target.
+        draft: the head; ``None`` is plain decoding through the same code (see :class:`PlainGenerator`).
+        mode: ``"chain"`` or ``"tree"``.
+        num_steps: K drafted tokens of a chain; 0 is plain decoding.
+        topk, depth, num_nodes: T, D and N (root included) of a tree; N defaults to ``1 + T·D``.
+        max_batch: most requests of one call; ``None``: any number.
+        cache_length: slots of the KV cache a request; ``None``: as many as the call needs.
+
+    Raises:
+        DecodingError: options that do not fit together, a draft of another target, a target without a KV cache.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: EagleModule | None,
+        mode: str = "chain",
+        num_steps: int = 3,
+        *,
+        topk: int | None = None,
+        depth: int | None = None,
+        num_nodes: int | None = None,
+        max_batch: int | None = None,
+        cache_length: int | None = None,
+    ):
+        self.target, self.draft = target, draft
+        self.plan = DraftPlan.from_options(mode, num_steps, topk, depth, num_nodes)
+        if max_batch is not None and max_batch < 1:
+            raise DecodingError(f"max_batch must be at least 1, found {max_batch}")
+        cache_argument(target)
+        if draft is None:
+            if self.plan.depth:
+                raise DecodingError("drafting needs a draft head; for plain decoding pass num_steps=0")
+        else:
+            check_pair(target, draft, self.plan)
+        self.max_batch, self.cache_length = max_batch, cache_length
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        input_ids: Tensor | Sequence,
+        max_new_tokens: int | Sequence[int] = 128,
+        temperature: float | Sequence[float] = 0.0,
+        *,
+        attention_mask: Tensor | None = None,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        min_p: float | Sequence[float] = 0.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
+        seed: int | None = None,
+        on_tokens: StreamCallback | None = None,
+    ) -> GenerationOutput:
+        """Answer a batch of prompts, which may differ in length and stop at different times.
+
+        Args:
+            input_ids: a list of prompts (lists or 1-D tensors of ids), or ``[B, S]`` with ``attention_mask``.
+            max_new_tokens: limit on new tokens, one for all or one a request.
+            temperature: 0 is greedy; the sampling options take one value for all, or one a request.
+            attention_mask: ``[B, S]``, 0 at padding on either side.
+            top_k, top_p, min_p: filters, applied in this order (0, 1 and 0: off).
+            eos_token_id: end tokens; ``None``: the model's own; ``[]``: none.
+            stop_strings: an answer ends with the token that completes one of these.
+            seed: makes sampling repeatable; each request has its own stream, whatever batch it stands in.
+            on_tokens: called as ``on_tokens(request, new_tokens, finish_reason)`` after every step.
+
+        Returns:
+            :class:`GenerationOutput`.
+
+        Raises:
+            DecodingError: bad prompts or options, a batch above ``max_batch``, a cache too short. Nothing is changed.
+        """
+        started = time.perf_counter()
+        requests = make_requests(
+            self.target, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, min_p, seed
+        )
+        if self.max_batch is not None and len(requests) > self.max_batch:
+            raise DecodingError(f"{len(requests)} requests, but there are {self.max_batch} slots: raise max_batch")
+        if isinstance(stop_strings, str):
+            raise DecodingError(f"stop_strings is a list of texts: pass [{stop_strings!r}]")
+        rule = StopRule(end_token_ids(self.target, eos_token_id), stop_strings, self.target.tokenizer)
+        capacity = check_lengths(self.target, requests, self.plan, self.cache_length)
+        timings = Timings()
+        with ExitStack() as stack:
+            rounds = stack.enter_context(self._rounds(len(requests), capacity, timings))
+            run = _Run(requests, rule, on_tokens)
+            run.emit(requests, *rounds.prefill(requests))
+            rounds.keep(run.drop_finished())
+            while run.active:
+                run.emit(run.active, *rounds.step(run.active))
+                rounds.keep(run.drop_finished())
+        timings.other = time.perf_counter() - started - timings.prefill - timings.draft - timings.verify
+        accepted = [request.accepted for request in requests]
+        return GenerationOutput(
+            tokens=[request.tokens for request in requests],
+            accepted_lengths=accepted,
+            accepted_per_position=prefix_counts(accepted, self.plan.depth),
+            finish_reasons=[request.finish_reason for request in requests],
+            timings=timings,
+        )
+
+    def _rounds(self, batch: int, capacity: int, timings: Timings) -> Rounds:
+        if self.plan.depth == 0:
+            return PlainRounds(self.target, capacity, timings)
+        return DraftedRounds(self.target, self.draft, self.plan, batch, capacity, timings)
+
+
+class PlainGenerator(PseudoSpeculativeGenerator):
+    """Plain decoding with a KV cache in the same harness: the fair baseline of a speed-up."""
+
+    def __init__(self, target: Target, *, max_batch: int | None = None, cache_length: int | None = None):
+        super().__init__(target, None, "chain", 0, max_batch=max_batch, cache_length=cache_length)
+
+
+class _Run:
+    """Which requests are still being answered."""
+
+    def __init__(self, requests: list[Request], rule: StopRule, on_tokens: StreamCallback | None):
+        self.active = list(requests)
+        self.rule, self.on_tokens = rule, on_tokens
+
+    def emit(self, requests: list[Request], tokens: list[list[int]], accepted: list[int | None]) -> None:
+        """Hand each request its step's tokens."""
+        for request, new, count in zip(requests, tokens, accepted, strict=True):
+            kept = self.rule.accept(request, new, count)
+            if self.on_tokens is not None:
+                self.on_tokens(request.index, kept, request.finish_reason)
+
+    def drop_finished(self) -> list[int] | None:
+        """Rows that go on, or ``None`` if all do."""
+        rows = [row for row, request in enumerate(self.active) if request.finish_reason is None]
+        if len(rows) == len(self.active):
+            return None
+        self.active = [self.active[row] for row in rows]
+        return rows

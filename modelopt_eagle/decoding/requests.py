@@ -1,0 +1,172 @@
+"""Requests while they are being answered: prompts, what each has emitted, and when it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.target.model import Target
+
+from .options import SamplingOptions, per_request
+
+StreamCallback = Callable[[int, list[int], "str | None"], None]
+"""``callback(request, new_tokens, finish_reason)``, once a step and request; the reason is ``None`` until the end."""
+
+
+@dataclass
+class Request:
+    """One prompt on its way."""
+
+    index: int
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: SamplingOptions
+    generator: torch.Generator | None
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def uniforms(self, count: int) -> Tensor:
+        """``[count]`` float64 numbers in [0, 1) of this request's own stream, whatever its neighbours do; 0 if greedy."""
+        if self.generator is None:
+            return torch.zeros(count, dtype=torch.float64)
+        return torch.rand(count, generator=self.generator, dtype=torch.float64)
+
+
+class StopRule:
+    """When an answer ends, and which of a run of tokens still belong to it.
+
+    Args:
+        end_ids: end tokens.
+        stop_strings: texts that end an answer when they appear in it.
+        tokenizer: needed for stop strings.
+
+    Raises:
+        DecodingError: stop strings without a tokenizer, or an empty one.
+    """
+
+    def __init__(self, end_ids: Sequence[int], stop_strings: Sequence[str], tokenizer):
+        self.end_ids = frozenset(end_ids)
+        self.stop_strings = tuple(stop_strings)
+        self.tokenizer = tokenizer
+        if any(not text for text in self.stop_strings):
+            raise DecodingError("an empty stop string would stop at once: remove it")
+        if self.stop_strings and tokenizer is None:
+            raise DecodingError("stop_strings need the target's tokenizer, and this target has none")
+        longest = max((len(text.encode()) for text in self.stop_strings), default=0)
+        self._window = longest + 1  # a token is at least a byte
+
+    def accept(self, request: Request, new_tokens: list[int], accepted: int | None) -> list[int]:
+        """Add a step's tokens to a request, up to where it stops.
+
+        Args:
+            new_tokens: what the step emits.
+            accepted: drafted tokens among them; ``None`` for the prefill, which is no step.
+
+        Returns:
+            The tokens kept; ``request.finish_reason`` is set if it ended.
+        """
+        room = request.max_new_tokens - len(request.tokens)
+        kept, counted = [], accepted
+        for place, token in enumerate(new_tokens):
+            kept.append(token)
+            request.tokens.append(token)
+            if token in self.end_ids:
+                request.finish_reason = "eos"
+            elif self.stop_strings and self._stops(request.tokens):
+                request.finish_reason = "stop"
+            elif place + 1 == room:
+                request.finish_reason = "length"
+            if request.finish_reason is not None:
+                break
+        if counted is not None:
+            request.accepted.append(counted if request.finish_reason == "length" else min(counted, len(kept)))
+        return kept
+
+    def _stops(self, tokens: list[int]) -> bool:
+        tail = self.tokenizer.decode(tokens[-self._window :])
+        return any(text in tail for text in self.stop_strings)
+
+
+def make_requests(
+    target: Target, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, min_p, seed: int | None
+) -> list[Request]:
+    """Check the arguments of ``generate`` and make a request of each prompt.
+
+    Raises:
+        DecodingError: no or empty prompts, ids outside the vocabulary, or a bad option.
+    """
+    prompts = read_prompts(input_ids, attention_mask, target.vocab_size)
+    count = len(prompts)
+    limits = per_request("max_new_tokens", max_new_tokens, count)
+    for limit in limits:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise DecodingError(f"max_new_tokens must be an integer of at least 1, found {limit!r}")
+    columns = [
+        per_request(name, value, count)
+        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
+    ]
+    requests = []
+    for index, (prompt, limit, *sampling) in enumerate(zip(prompts, limits, *columns, strict=True)):
+        options = SamplingOptions(*sampling)
+        generator = None
+        if not options.greedy:
+            generator = torch.Generator()
+            if seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(seed * 1_000_003 + index)
+        requests.append(Request(index, prompt, limit, options, generator))
+    return requests
+
+
+def read_prompts(input_ids, attention_mask, vocab_size: int) -> list[list[int]]:
+    """Prompts as lists of ids, from a list of lists or 1-D tensors, or from ``[B, S]`` ids with a padding mask.
+
+    Raises:
+        DecodingError: see :func:`make_requests`.
+    """
+    if isinstance(input_ids, Tensor) and input_ids.dim() == 2:
+        if attention_mask is None:
+            prompts = input_ids.tolist()
+        else:
+            if attention_mask.shape != input_ids.shape:
+                raise DecodingError(
+                    f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, "
+                    f"found {tuple(attention_mask.shape)}"
+                )
+            prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+    elif isinstance(input_ids, (list, tuple)):
+        if attention_mask is not None:
+            raise DecodingError("attention_mask goes with input_ids as a [B, S] tensor; a list of prompts needs none")
+        prompts = [p.tolist() if isinstance(p, Tensor) else p for p in input_ids]
+        if prompts and all(isinstance(p, int) for p in prompts):
+            raise DecodingError("input_ids is one flat list: pass a list of prompts, [[...]]")
+        prompts = [list(p) for p in prompts]
+    else:
+        raise DecodingError(f"input_ids must be [B, S], or a list of prompts, found {type(input_ids).__name__}")
+    if not prompts or not all(prompts):
+        raise DecodingError("every request needs at least one prompt token" if prompts else "no prompts given")
+    for index, prompt in enumerate(prompts):
+        wrong = [token for token in prompt if not 0 <= token < vocab_size]
+        if wrong:
+            raise DecodingError(f"prompt {index}: token id {wrong[0]} lies outside the vocabulary of {vocab_size}")
+    return prompts
+
+
+def end_token_ids(target: Target, eos_token_id) -> list[int]:
+    """The ids that end an answer: the given ones (an empty list: none), else the model's own, as ``generate`` takes."""
+    if eos_token_id is None:
+        settings = getattr(target.model, "generation_config", None)
+        eos_token_id = getattr(settings, "eos_token_id", None)
+        if eos_token_id is None:
+            eos_token_id = getattr(target.config, "eos_token_id", None)
+        if eos_token_id is None and target.tokenizer is not None:
+            eos_token_id = target.tokenizer.eos_token_id
+    if eos_token_id is None:
+        return []
+    return [int(eos_token_id)] if isinstance(eos_token_id, int) else [int(i) for i in eos_token_id]

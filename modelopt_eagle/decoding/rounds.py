@@ -1,0 +1,189 @@
+"""Prefill and decoding rounds of a batch, plain or drafted; the generator owns the requests around them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.target.model import Target
+
+from .accept import Choice, choose_chain, choose_tree, first_tokens
+from .draft_loop import DraftLoop
+from .masks import causal
+from .options import DraftPlan
+from .output import Timings
+from .relocate import relocate_rows
+from .requests import Request
+from .target_runner import TargetRunner
+from .trees import build_round_tree
+
+
+class Rounds:
+    """What the generator drives: a context manager with ``prefill``, ``step`` and ``keep``.
+
+    Both of the first return ``(tokens, accepted)``: the tokens that each row emits, and how many of them were drafted.
+    """
+
+    def __init__(self, target: Target, aux_layer_ids, capacity: int, timings: Timings):
+        self.target, self.timings = target, timings
+        self.runner = TargetRunner(target, aux_layer_ids, capacity)
+        self.lengths: list[int] = []  # tokens of each row in the target's cache
+        self._stack = ExitStack()
+
+    def __enter__(self):
+        self._stack.enter_context(self.runner)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stack.close()
+
+    def prefill(self, requests: list[Request]) -> tuple[list[list[int]], list[None]]:
+        """Read all prompts and give each its first token."""
+        begun = time.perf_counter()
+        self.lengths = [len(request.prompt) for request in requests]
+        longest = max(self.lengths)
+        padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
+        tokens = torch.tensor(padded, device=self.target.device)  # [B,P]
+        logits, aux = self.runner.prefill(tokens, self.lengths)  # [B,V], [B,P,A*Ht]
+        first = first_tokens(logits, requests)  # [B]
+        self.after_prefill(tokens, aux, first)
+        self.timings.prefill += time.perf_counter() - begun
+        return [[token] for token in first.tolist()], [None] * len(requests)
+
+    def after_prefill(self, tokens: Tensor, aux: Tensor | None, first: Tensor) -> None:
+        """Remember what the first round needs."""
+        raise NotImplementedError
+
+    def step(self, requests: list[Request]) -> tuple[list[list[int]], list[int]]:
+        """One round for all rows."""
+        raise NotImplementedError
+
+    def keep(self, rows: list[int] | None) -> Tensor | None:
+        """Go on with these rows only (``None``: all). Returns them as ``[b]`` int64."""
+        if rows is None or not rows:
+            return None
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(rows, device=self.target.device)
+        self.runner.cache.keep(index)
+        return index
+
+
+class PlainRounds(Rounds):
+    """One token a row and forward pass."""
+
+    def __init__(self, target: Target, capacity: int, timings: Timings):
+        super().__init__(target, (), capacity, timings)
+        self.sees, self.depths = causal(1, target.device)
+
+    def after_prefill(self, tokens: Tensor, aux: Tensor | None, first: Tensor) -> None:
+        """The first round reads the first token."""
+        self.last = first[:, None]  # [B,1]
+
+    def step(self, requests: list[Request]) -> tuple[list[list[int]], list[int]]:
+        """Read the last token of each row and choose the next."""
+        begun = time.perf_counter()
+        logits, _ = self.runner.verify(self.last, self.lengths, self.sees, self.depths)  # [B,1,V]
+        self.last = first_tokens(logits[:, 0], requests)[:, None]  # [B,1]
+        self.lengths = [length + 1 for length in self.lengths]
+        tokens = self.last.tolist()
+        self.timings.verify += time.perf_counter() - begun
+        return tokens, [0] * len(tokens)
+
+    def keep(self, rows: list[int] | None) -> Tensor | None:
+        """Also keep their last tokens."""
+        index = super().keep(rows)
+        if index is not None:
+            self.last = self.last[index]
+        return index
+
+
+class DraftedRounds(Rounds):
+    """Draft, verify, accept.
+
+    Between rounds it holds the last emitted token of each row (which no model has read yet) and the anchors that the
+    target accepted since the head last ran: their true features and the tokens that follow them.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: EagleModule,
+        plan: DraftPlan,
+        batch: int,
+        capacity: int,
+        timings: Timings,
+    ):
+        super().__init__(target, draft.config.aux_layer_ids, capacity, timings)
+        self.draft, self.plan = draft, plan
+        self.loop = DraftLoop(draft, target.embedding, plan, batch, capacity)
+        self.sees, self.depths = causal(plan.num_nodes, target.device)  # of a chain
+
+    def __enter__(self):
+        self._stack.callback(self.draft.train, self.draft.training)
+        self.draft.eval()
+        return super().__enter__()
+
+    def after_prefill(self, tokens: Tensor, aux: Tensor | None, first: Tensor) -> None:
+        """The first round commits every prompt token as an anchor."""
+        self.last = first  # [B]
+        self.counts = list(self.lengths)
+        ends = torch.tensor(self.lengths, device=tokens.device)[:, None] - 1  # [B,1]
+        following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1)  # [B,P] token after each anchor
+        self.pending = following.scatter(1, ends, first[:, None])  # [B,P]
+        self.features = aux  # [B,P,A*Ht]
+
+    def step(self, requests: list[Request]) -> tuple[list[list[int]], list[int]]:
+        """One round: at least one token a row, up to D+1."""
+        begun = time.perf_counter()
+        committed = [length - count for length, count in zip(self.lengths, self.counts, strict=True)]
+        output = self.loop.advance(self.pending, self.features, committed, self.counts)  # [B,H]
+        drafted = time.perf_counter()
+        if self.plan.is_tree:
+            choice = self._tree_round(output, requests)
+        else:
+            choice = self._chain_round(output, requests)
+        counts = [accepted + 1 for accepted in choice.accepted]
+        most = max(counts)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.counts = counts
+        self.pending, self.features, self.last = choice.tokens[:, :most], choice.features[:, :most], choice.last
+        ended = time.perf_counter()
+        self.timings.draft += drafted - begun
+        self.timings.verify += ended - drafted
+        return choice.emitted, choice.accepted
+
+    def _chain_round(self, output: Tensor, requests: list[Request]) -> Choice:
+        begun = time.perf_counter()
+        drafted = self.loop.chain(output, self.lengths)  # [B,K]
+        self._count_draft(begun)
+        nodes = torch.cat((self.last[:, None], drafted), 1)  # [B,K+1]
+        logits, features = self.runner.verify(nodes, self.lengths, self.sees, self.depths)
+        return choose_chain(nodes, logits, features, requests)
+
+    def _tree_round(self, output: Tensor, requests: list[Request]) -> Choice:
+        begun = time.perf_counter()
+        drafted = build_round_tree(self.loop.tree(output, self.lengths), self.plan, self.last)
+        self._count_draft(begun)
+        tokens, depths = drafted.tree.tokens.long(), drafted.tree.depths.long()  # [B,N]
+        logits, features = self.runner.verify(tokens, self.lengths, drafted.sees, depths)
+        choice = choose_tree(drafted, logits, features, requests)
+        relocate_rows(self.runner.cache, choice.path, self.lengths)
+        return choice
+
+    def _count_draft(self, begun: float) -> None:
+        spent = time.perf_counter() - begun
+        self.timings.draft += spent
+        self.timings.verify -= spent
+
+    def keep(self, rows: list[int] | None) -> Tensor | None:
+        """Also keep the head's cache and what the next round reads."""
+        index = super().keep(rows)
+        if index is not None:
+            self.loop.keep(index)
+            self.pending, self.features, self.last = self.pending[index], self.features[index], self.last[index]
+            self.counts = [self.counts[row] for row in rows]
+        return index

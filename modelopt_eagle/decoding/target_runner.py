@@ -1,0 +1,131 @@
+"""The target's side of a round: prefill, and verification of a chain or a tree through the model's own attention."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.target.model import Target
+
+from .masks import attention_kinds, kind_masks
+from .row_cache import RowCache
+
+_KNOWN_ATTENTION = ("sdpa", "eager")
+
+
+class TargetRunner:
+    """Runs a target with a :class:`RowCache`; a context manager, as it hangs hooks on the model.
+
+    Args:
+        target: the frozen target.
+        aux_layer_ids: layers to capture; ``()`` or ``None``: none (plain decoding).
+        capacity: slots a row.
+
+    Raises:
+        DecodingError: a target without a KV cache, or with an attention that takes no mask of ours.
+    """
+
+    def __init__(self, target: Target, aux_layer_ids, capacity: int):
+        self.target, self.model = target, target.model
+        self.aux_layer_ids = tuple(aux_layer_ids or ())
+        parameters = inspect.signature(self.model.forward).parameters
+        self._cache_name = cache_argument(target)
+        self._keeps_logits = "logits_to_keep" in parameters
+        self.kinds = attention_kinds(target.config)
+        self.cache = RowCache(target.num_layers, capacity, alike=len(self.kinds) == 1)
+        self._captured = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TargetRunner:
+        self._stack.callback(self.model.train, self.model.training)
+        self.model.eval()
+        if self.aux_layer_ids:
+            self._captured = self._stack.enter_context(self.target.capture(self.aux_layer_ids))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._captured = None
+        self._stack.close()
+
+    def prefill(self, tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Read prompts padded on the right.
+
+        Args:
+            tokens: ``[B, P]`` int64. Padding comes after all real tokens, so the causal mask hides it.
+            lengths: B real lengths.
+
+        Returns:
+            logits ``[B, V]`` after each prompt's last token, and the captured features ``[B, P, A·Ht]``.
+        """
+        batch, count = tokens.shape
+        last = torch.tensor(lengths, device=tokens.device) - 1  # [B]
+        positions = torch.arange(count, device=tokens.device).expand(batch, -1)  # [B,P]
+        chosen = last.unique()  # [u]
+        more = {"logits_to_keep": chosen} if self._keeps_logits else {}
+        logits = self._forward(tokens, [0] * batch, None, positions, more)  # [B,u,V] or [B,P,V]
+        place = torch.searchsorted(chosen, last) if self._keeps_logits else last  # [B]
+        return logits[torch.arange(batch, device=tokens.device), place], self._aux()
+
+    def verify(self, tokens: Tensor, lengths: list[int], sees: Tensor, depths: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Read N new tokens a row behind ``lengths``; they are written to the slots that follow, in node order.
+
+        Args:
+            tokens: ``[B, N]`` int64, the root first.
+            lengths: B tokens already in the cache.
+            sees: ``[B or 1, N, N]`` bool, node n sees node m.
+            depths: ``[B or 1, N]`` int64, position of a node behind the root.
+
+        Returns:
+            logits ``[B, N, V]`` and features ``[B, N, A·Ht]``.
+        """
+        batch, count = tokens.shape
+        if len(set(lengths)) == 1:
+            positions = (depths + lengths[0]).expand(batch, -1)  # [B,N]
+            if count == 1 and self.kinds == {"full_attention": None}:  # a single token sees everything
+                return self._forward(tokens, lengths, None, positions, {}), self._aux()
+        else:
+            positions = depths + torch.tensor(lengths, device=tokens.device)[:, None]  # [B,N]
+        masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype)
+        return self._forward(tokens, lengths, masks, positions, {}), self._aux()
+
+    def _forward(self, tokens, lengths, masks, positions, more) -> Tensor:
+        with self.cache.writing(lengths, tokens.shape[1], tokens.device):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=masks,
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_name: self.cache},
+                **more,
+            )
+        return output.logits
+
+    def _aux(self) -> Tensor | None:
+        return None if self._captured is None else self._captured.aux_hidden
+
+
+def cache_argument(target: Target) -> str:
+    """The name under which the model's forward takes its KV cache, after checking that it can be used here.
+
+    Raises:
+        DecodingError: no KV cache, recurrent or unknown layers, or an attention other than sdpa and eager.
+    """
+    parameters = inspect.signature(target.model.forward).parameters
+    name = next((n for n in ("cache", "past_key_values") if n in parameters), None)
+    if name is None or getattr(target.model, "_is_stateful", False):
+        raise DecodingError(
+            f"{target.name}: {type(target.model).__name__} has no KV cache that can go back to an earlier token "
+            "(its forward takes no past_key_values, or it keeps a recurrent state): it cannot verify drafts"
+        )
+    attention_kinds(target.config)
+    implementation = getattr(target.config, "_attn_implementation", None) or "eager"
+    if implementation not in _KNOWN_ATTENTION:
+        raise DecodingError(
+            f"{target.name} runs attention {implementation!r}, which takes no tree mask: "
+            f"load it with attn_implementation one of {', '.join(_KNOWN_ATTENTION)}"
+        )
+    return name

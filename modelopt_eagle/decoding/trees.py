@@ -1,0 +1,53 @@
+"""Draft trees as the target reads them: nodes, who sees whom, depths; and the chain as a tree of branching 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.kernels import DraftTree, build_tree, unpack_mask
+
+from .draft_loop import TreeHistory
+from .options import DraftPlan
+
+
+@dataclass(frozen=True)
+class RoundTree:
+    """A drafted tree with its root filled in, and its mask unpacked: ``sees [B, N, N]`` bool."""
+
+    tree: DraftTree
+    sees: Tensor
+
+
+def build_round_tree(history: TreeHistory, plan: DraftPlan, roots: Tensor) -> RoundTree:
+    """Keep the best N-1 candidates of a history below the roots ``[B]`` (the last emitted tokens)."""
+    tree = build_tree(
+        history.scores, history.tokens, history.parent_list, plan.num_nodes, int(plan.topk), root_tokens=roots
+    )
+    return RoundTree(tree, unpack_mask(tree.mask, plan.num_nodes))
+
+
+def chain_tree(tokens: Tensor) -> DraftTree:
+    """A chain ``[B, N]`` (the root first) as a :class:`~modelopt_eagle.kernels.DraftTree`."""
+    batch, count = tokens.shape
+    node = torch.arange(count, dtype=torch.int32, device=tokens.device)  # [N]
+    words = torch.arange(-(-count // 32), device=tokens.device) * 32  # [W] first node of each mask word
+    bits = (node[:, None].long() + 1 - words).clamp(0, 32)  # [N,W] nodes of the word that are seen
+    packed = ((1 << bits) - 1).to(torch.uint32).view(torch.int32)  # [N,W]
+    after = torch.where(node + 1 < count, node + 1, -1)  # [N]
+
+    def rows(column: Tensor) -> Tensor:
+        return column.expand(batch, *column.shape)
+
+    return DraftTree(
+        tokens=tokens.to(torch.int32),
+        flat_ids=rows(node[:-1]),
+        parents=rows(node - 1),
+        depths=rows(node),
+        mask=rows(packed),
+        first_child=rows(after),
+        next_sibling=rows(torch.full_like(node, -1)),
+        max_depth=count - 1,
+    )
