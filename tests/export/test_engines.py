@@ -1,0 +1,123 @@
+"""Our folder through each engine's loading rules, and wrong folders refused with the reason."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from modelopt_eagle.errors import ExportError
+from modelopt_eagle.export import export_checkpoint
+from modelopt_eagle.export.engines import PROFILES, check_engine, engine_reasons
+
+from .conftest import LATENT, build_head
+
+EVERYWHERE = {
+    "plain": {},
+    "full_vocabulary": {"draft_vocab_size": 64},
+    "latent": LATENT,
+    "narrow": {"target_hidden_size": 48},
+    "wide_heads": {"head_dim": 16},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
+}
+
+
+@pytest.mark.parametrize("engine", PROFILES)
+@pytest.mark.parametrize("shape", EVERYWHERE)
+def test_every_engine_loads_the_universal_folder(tmp_path, engine, shape):
+    head = build_head(**EVERYWHERE[shape])
+    export_checkpoint(head, None, tmp_path / "out")
+    assert engine_reasons(tmp_path / "out", engine, head.config) == []
+
+
+SOME = [
+    ({"num_hidden_layers": 2}, {"vllm": None, "sglang": "heads of one layer", "tensorrt_llm": None}),
+    ({"attention_bias": True}, {"vllm": None, "sglang": "no attention bias", "tensorrt_llm": None}),
+    ({"norm_before_residual": True}, {"vllm": None, "sglang": "norm_before_residual", "tensorrt_llm": "norm_before_residual"}),
+    ({"norm_before_fc": True}, {"vllm": None, "sglang": "norm_before_fc", "tensorrt_llm": None}),
+    ({"fc_norm": True}, {"vllm": None, "sglang": "fc_norm", "tensorrt_llm": None}),
+    ({"norm_output": True}, {"vllm": None, "sglang": "norm_output", "tensorrt_llm": None}),
+    ({"own_embedding": True}, {"vllm": None, "sglang": "target's embedding", "tensorrt_llm": "target's embedding"}),
+    ({"aux_layer_ids": (2, 5)}, {"vllm": None, "sglang": "fc for 3 captured", "tensorrt_llm": None}),
+    ({**LATENT, "q_lora_rank": None}, {"vllm": None, "sglang": "q_lora_rank", "tensorrt_llm": "q_lora_rank"}),
+    ({**LATENT, "norm_output": True}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
+    ({**LATENT, "norm_before_fc": True}, {"vllm": "norm_before_fc", "sglang": "norm_before_fc", "tensorrt_llm": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "outcomes"), SOME)
+def test_what_only_some_engines_know_is_refused_by_the_others(tmp_path, overrides, outcomes):
+    export_checkpoint(build_head(**overrides), None, tmp_path / "out")
+    for engine, message in outcomes.items():
+        reasons = engine_reasons(tmp_path / "out", engine)
+        assert (reasons == []) if message is None else any(message in reason for reason in reasons), (engine, reasons)
+
+
+def drop(*keys):
+    return lambda data: {key: value for key, value in data.items() if key not in keys}
+
+
+WRONG_CONFIGS = [
+    ("vllm", drop("eagle_aux_hidden_state_layer_ids"), "default triple"),
+    ("vllm", lambda d: {**d, "eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, r"layers \[0, 2, 3\]"),
+    ("sglang", drop("eagle_config"), "default triple"),
+    ("sglang", drop("draft_vocab_size"), "draft_vocab_size"),
+    ("tensorrt_llm", drop("draft_vocab_size"), "draft_vocab_size"),
+    ("tensorrt_llm", drop("rope_theta", "rope_scaling"), "rotary base 10000"),
+    ("vllm", drop("rope_theta", "rope_parameters"), "rotary base 10000"),
+    ("sglang", lambda d: {**d, "tie_word_embeddings": True}, "tie"),
+    ("vllm", lambda d: {**d, "norm_output": True}, "turns norm_output on"),
+    ("vllm", lambda d: {**d, "max_position_embeddings": 96}, "max_position_embeddings 96"),
+    ("vllm", lambda d: {**d, "num_hidden_layers": 30}, "num_hidden_layers 30"),
+    ("sglang", lambda d: {**d, "architectures": ["LlamaForCausalLM"]}, "routes LlamaForCausalLMEagle3"),
+]
+
+
+@pytest.mark.parametrize(("engine", "change", "message"), WRONG_CONFIGS)
+def test_a_wrong_config_is_refused_with_the_reason(tmp_path, head, engine, change, message):
+    export_checkpoint(head, None, tmp_path / "out")
+    path = tmp_path / "out/config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ExportError, match=message):
+        check_engine(tmp_path / "out", engine, head.config)
+
+
+def renamed(old, new):
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+WRONG_TENSORS = [
+    ("sglang", renamed("midlayer.", "layers.0."), "does not know layers.0.*drops it without a word"),
+    ("vllm", renamed("hidden_norm", "hidden_layernorm"), "does not find layers.0.hidden_norm"),
+    ("vllm", lambda t: {**t, "fc.bias": torch.zeros(32)}, "does not know fc.bias and fails"),
+    ("tensorrt_llm", lambda t: {**t, "fc.bias": torch.zeros(32)}, "does not know fc.bias and drops"),
+    ("vllm", lambda t: {n: v for n, v in t.items() if n not in ("d2t", "t2d")}, "does not find d2t"),
+    ("sglang", lambda t: {**t, "lm_head.weight": torch.zeros(64, 32)}, r"lm_head.weight as \[16, 32\]"),
+    ("vllm", lambda t: {n: v for n, v in t.items() if "q_proj" not in n}, "q_proj"),
+]
+
+
+@pytest.mark.parametrize(("engine", "change", "message"), WRONG_TENSORS)
+def test_wrong_tensors_are_refused_with_the_reason(tmp_path, head, engine, change, message):
+    export_checkpoint(head, None, tmp_path / "out")
+    path = tmp_path / "out/model.safetensors"
+    save_file(change(load_file(path)), path)
+    with pytest.raises(ExportError, match=message):
+        check_engine(tmp_path / "out", engine, head.config)
+
+
+def test_a_map_beside_a_full_vocabulary_fails_in_vllm_only(tmp_path):
+    head = build_head(draft_vocab_size=64)
+    export_checkpoint(head, None, tmp_path / "out")
+    path = tmp_path / "out/model.safetensors"
+    save_file({**load_file(path), "d2t": torch.zeros(64, dtype=torch.int64)}, path)
+    assert any("d2t and fails" in reason for reason in engine_reasons(tmp_path / "out", "vllm"))
+    assert engine_reasons(tmp_path / "out", "sglang") == []
+
+
+def test_layers_names_are_read_by_two_engines(tmp_path, head):
+    export_checkpoint(head, None, tmp_path / "out", layer_names="layers")
+    assert engine_reasons(tmp_path / "out", "vllm") == engine_reasons(tmp_path / "out", "tensorrt_llm") == []
+    assert engine_reasons(tmp_path / "out", "sglang")
+    with pytest.raises(ExportError, match="unknown"):
+        check_engine(tmp_path / "out", "llama.cpp")
