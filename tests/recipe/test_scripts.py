@@ -1,12 +1,15 @@
 """The shell scripts, run with a stand-in for python that records what it is asked to install and run."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from modelopt_eagle.cli.main import available_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,6 +165,14 @@ def test_an_old_package_is_named(monkeypatch):
     monkeypatch.setattr(check_env, "version", lambda name: "2.7.1+cpu" if name == "torch" else "99.0")
     assert "torch>=2.8: 2.7.1+cpu is installed" in check_env.faults()
     assert not any("transformers" in fault for fault in check_env.faults())
+
+
+def test_the_readme_names_files_and_commands_that_exist():
+    text = (ROOT / "README.md").read_text()
+    files = re.findall(r"(?:docs|scripts|collect_hidden_states|recipes)/\w+\.\w+|\b\w+\.sh\b", text)
+    assert len(set(files)) > 8
+    assert not [name for name in set(files) if not ((ROOT / name).is_file() or (ROOT / "scripts" / name).is_file())]
+    assert set(re.findall(r"modelopt-eagle ([a-z-]+)", text)) <= set(available_commands())
 
 
 def test_continuous_integration_is_the_readmes_test_command():
