@@ -9,6 +9,8 @@ from modelopt_eagle.data.report import DataReport
 from modelopt_eagle.data.roles import Message, RowRejected, messages_of, row_id
 from modelopt_eagle.errors import DataError
 
+_NAMES = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -60,10 +62,8 @@ def read_conversations(
     for name, role in (role_aliases or {}).items():
         if role not in ("system", "user", "assistant"):
             raise DataError(f"the role alias {name}={role} must map to system, user or assistant")
-    if sources == "quickstart":
-        sources = ASSETS / "quickstart_conversations.jsonl"
     report, kept, seen = DataReport(), [], set()
-    for index, row in enumerate(read_rows(sources)):
+    for index, row in enumerate(read_rows(sources, _NAMES)):
         if max_rows is not None and index >= max_rows:
             break
         report.read += 1

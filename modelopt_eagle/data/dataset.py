@@ -63,7 +63,7 @@ class _Options:
 
 
 def render(tokenizer, conversation: Conversation, **options) -> list[TokenizedRow]:
-    """Tokenise one conversation; several rows where the template rewrites history (:mod:`modelopt_eagle.data.template`).
+    """Tokenise one conversation; several rows if the template rewrites history (:mod:`modelopt_eagle.data.template`).
 
     Args:
         options: those of :func:`tokenize_conversations`.

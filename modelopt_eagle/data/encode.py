@@ -93,10 +93,12 @@ def _turn_end(text: str, span: AnswerSpan, tail: range, ids, offsets, special: S
 
 def _encode_whole(tokenizer, rows: Sequence[RenderedRow]):
     """Ids, offsets and the ids of each prompt, all by the tokenizer's own threads."""
+    if not rows:
+        return []
     texts = [row.text for row in rows]
     prompts = [row.text[: span.start] for row in rows for span in row.spans]
     whole = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-    prefixes = iter(tokenizer(prompts, add_special_tokens=False)["input_ids"] if prompts else [])
+    prefixes = iter(tokenizer(prompts, add_special_tokens=False)["input_ids"])
     return [
         (ids, offsets, [next(prefixes) for _ in row.spans])
         for row, ids, offsets in zip(rows, whole["input_ids"], whole["offset_mapping"], strict=True)

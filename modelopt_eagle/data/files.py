@@ -7,7 +7,7 @@ character, not from the file's ending.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,14 @@ class SourceRow:
     place: str
 
 
-def read_rows(sources: str | Path | Sequence[str | Path]) -> Iterator[SourceRow]:
+def read_rows(
+    sources: str | Path | Sequence[str | Path], names: Mapping[str, str | Path] | None = None
+) -> Iterator[SourceRow]:
     """Yield the objects of one or several files or hub data sets, in order.
+
+    Args:
+        sources: paths, hub names, or keys of ``names``.
+        names: short names, such as ``quickstart``, and what they stand for.
 
     Raises:
         DataError: a file is missing, empty, not UTF-8, or holds a line that is not a JSON object (the message has file
@@ -40,6 +46,7 @@ def read_rows(sources: str | Path | Sequence[str | Path]) -> Iterator[SourceRow]
     if not sources:
         raise DataError("no data file was given; name at least one .jsonl file (data.path in the recipe, --data here)")
     for source in sources:
+        source = (names or {}).get(str(source), source)
         path = Path(source).expanduser()
         if path.is_dir():
             raise DataError(f"{source} is a folder; a .jsonl or .json file was expected (several files may be listed)")

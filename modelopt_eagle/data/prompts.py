@@ -14,7 +14,7 @@ from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
 from modelopt_eagle.data.roles import messages_of, row_id
 from modelopt_eagle.errors import DataError
 
-_MT_BENCH_HUB = "HuggingFaceH4/mt_bench_prompts"
+_NAMES = {"quickstart": ASSETS / "prompts.jsonl", "mt_bench": "HuggingFaceH4/mt_bench_prompts"}
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,7 @@ def load_prompts(source: str | Path | Sequence[str | Path], limit: int | None = 
     Raises:
         DataError: missing, empty or broken file (with line), a row in none of the three formats, or an id used twice.
     """
-    if source == "quickstart":
-        source = ASSETS / "prompts.jsonl"
-    elif source == "mt_bench":
-        source = _MT_BENCH_HUB
-    prompts = [_prompt(row, index) for index, row in enumerate(read_rows(source))]
+    prompts = [_prompt(row, index) for index, row in enumerate(read_rows(source, _NAMES))]
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:

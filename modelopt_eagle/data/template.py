@@ -3,7 +3,7 @@
 No template family is known here. A server renders the turns so far with the generation prompt, and the target
 continues that text; so an answer begins where the rendering *with the generation prompt* ends, and whatever the
 generation prompt supplies (a role header, an empty pair of think tags) is context. Where an answer ends is found by
-rendering two answers that share nothing: what their renderings have in common at the end is what the template adds
+rendering it with two different characters added: what the two texts have in common at the end is what the template adds
 behind an answer, its *tail*.
 """
 
@@ -15,7 +15,7 @@ from modelopt_eagle.data.conversations import Conversation
 from modelopt_eagle.data.roles import Message, RowRejected
 from modelopt_eagle.errors import DataError
 
-_PROBES = ("A", "9")  # two answers without a common end
+_PROBES = ("A", "9")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _serve(tokenizer, conversation: Conversation, turn: int) -> RenderedRow:
     whole = render_text(tokenizer, messages[: turn + 1], add_generation_prompt=False)
     start = _answer_start(prompt, whole, messages[turn].content, conversation.place, turn)
     answer = whole[start:]
-    tail = _tail(tokenizer, messages[:turn])
+    tail = _tail(tokenizer, messages[:turn], messages[turn].content)
     if not answer.endswith(tail):
         raise RowRejected(
             "template_unstable",
@@ -112,8 +112,8 @@ def _serve(tokenizer, conversation: Conversation, turn: int) -> RenderedRow:
 def _answer_start(prompt: str, whole: str, content: str, place: str, turn: int) -> int:
     """Where in ``whole`` the answer begins that the target would write behind ``prompt``.
 
-    Usually ``whole`` begins with ``prompt``. A template may supply text with the generation prompt that it leaves out of
-    finished turns; then the answer begins at its content, provided that all before it is a beginning of ``prompt``.
+    Usually ``whole`` begins with ``prompt``. A template may supply text with the generation prompt that it leaves out
+    of finished turns; then the answer begins at its content, provided that all before it is a beginning of ``prompt``.
     """
     if whole.startswith(prompt):
         return len(prompt)
@@ -129,9 +129,10 @@ def _answer_start(prompt: str, whole: str, content: str, place: str, turn: int) 
     )
 
 
-def _tail(tokenizer, before: tuple[Message, ...]) -> str:
-    """What the template adds behind an answer that follows the turns ``before``."""
+def _tail(tokenizer, before: tuple[Message, ...], content: str) -> str:
+    """What the template adds behind this answer: what two renderings, each with another character added, share at the end."""
     first, second = (
-        render_text(tokenizer, (*before, Message("assistant", probe)), add_generation_prompt=False) for probe in _PROBES
+        render_text(tokenizer, (*before, Message("assistant", content + probe)), add_generation_prompt=False)
+        for probe in _PROBES
     )
     return os.path.commonprefix([first[::-1], second[::-1]])[::-1]

@@ -1,0 +1,146 @@
+"""Choose the draft vocabulary from the tokens that the assistant's turns use, and save the map."""
+
+import argparse
+from pathlib import Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="calibrate_draft_vocab.py", description=__doc__)
+    parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
+    parser.add_argument(
+        "--data", required=True, nargs="+", help="conversations: .jsonl files, hub names, or quickstart"
+    )
+    parser.add_argument("--draft_vocab_size", required=True, type=int, help="tokens the draft can propose")
+    parser.add_argument("--save_dir", required=True, type=Path, help="folder for the map and its record")
+    parser.add_argument("--max_length", type=int, help="count only this many tokens of each conversation")
+    parser.add_argument("--chat_template", type=Path, help="file with a chat template that replaces the target's own")
+    parser.add_argument("--unknown_role", default="fail", choices=("fail", "drop"), help="what an unknown role does")
+    parser.add_argument(
+        "--role_alias", action="append", default=[], metavar="NAME=ROLE", help="further role name; may be repeated"
+    )
+    parser.add_argument("--max_rows", type=int, help="read only this many conversations")
+    parser.add_argument("--workers", type=int, default=1, help="processes that render (default 1)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that the target's folder brings")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument(
+        "--target_argmax", action="store_true", help="also run the target and print the share of its argmaxes inside"
+    )
+    measured.add_argument("--features", type=Path, help="the same, from a feature store of the target")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; raises ``EagleError`` for bad input."""
+    arguments = build_parser().parse_args(argv)
+
+    from modelopt_eagle.data.dataset import prepare_dataset
+    from modelopt_eagle.data.vocab import choose_draft_vocab, count_predictions, coverage_of, save_draft_vocab
+    from modelopt_eagle.errors import CheckpointError
+    from modelopt_eagle.target.identity import tokenizer_hash
+    from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
+
+    place = resolve(arguments.model)
+    config = load_config(place, trust_remote_code=arguments.trust_remote_code)
+    tokenizer = load_tokenizer(
+        place, trust_remote_code=arguments.trust_remote_code, chat_template=arguments.chat_template
+    )
+    vocab_size = config.get_text_config().vocab_size
+    if arguments.draft_vocab_size > vocab_size:  # before the data are read
+        raise CheckpointError(
+            f"--draft_vocab_size {arguments.draft_vocab_size} is larger than the target's vocabulary of {vocab_size} "
+            "tokens: ask for at most that"
+        )
+    ends = end_token_ids(place, config)
+    dataset = prepare_dataset(
+        tokenizer,
+        arguments.data,
+        unknown_role=arguments.unknown_role,
+        role_aliases=_aliases(arguments.role_alias),
+        max_rows=arguments.max_rows,
+        max_length=arguments.max_length,
+        end_token_ids=ends,
+        workers=arguments.workers,
+    )
+    print(dataset.header())
+    choice = choose_draft_vocab(dataset.rows, tokenizer, vocab_size, arguments.draft_vocab_size, ends)
+    print(choice.describe())
+    record = {
+        "model": arguments.model,
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "template_hash": dataset.template_hash,
+        "data": [str(source) for source in arguments.data],
+        "supervised_tokens": dataset.report.supervised,
+        "distinct_tokens": choice.seen,
+        "coverage": choice.coverage,
+    }
+    predictions = _predictions(arguments, dataset, record["tokenizer_hash"])
+    if predictions is not None:
+        counts = count_predictions(predictions, vocab_size)
+        record["target_argmax_coverage"] = coverage_of(counts, choice.vocab)
+        record["target_argmax_tokens"] = int(counts.sum())
+        print(f"{record['target_argmax_coverage']:.2%} of the target's {int(counts.sum())} argmax tokens are inside")
+    print(f"saved to {save_draft_vocab(arguments.save_dir, choice.vocab, record)}")
+    return 0
+
+
+def end_token_ids(place, config) -> tuple[int, ...]:
+    """What the target stops at, by its generation config or else its config."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(str(place)).eos_token_id
+    except OSError:  # models without the file stop at the end token of their config
+        ends = config.get_text_config().eos_token_id
+    return tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
+
+
+def _aliases(pairs: list[str]) -> dict[str, str]:
+    from modelopt_eagle.errors import DataError
+
+    aliases = {}
+    for pair in pairs:
+        name, separator, role = pair.partition("=")
+        if not separator:
+            raise DataError(f"--role_alias expects NAME=ROLE, such as my_model_v2=assistant; found {pair!r}")
+        aliases[name] = role
+    return aliases
+
+
+def _predictions(arguments: argparse.Namespace, dataset, tokenizer_hash: str):
+    """The target's argmaxes at the positions that predict a supervised token, or None when not asked for."""
+    if arguments.features:
+        from modelopt_eagle.errors import FeatureError
+        from modelopt_eagle.features import OfflineSource
+
+        source = OfflineSource(arguments.features)
+        if source.contract.tokenizer_hash != tokenizer_hash:
+            raise FeatureError(
+                f"{arguments.features} was made with another tokenizer (hash {source.contract.tokenizer_hash}; "
+                f"{arguments.model} has {tokenizer_hash}); give a store of this target"
+            )
+        return (source.row(number).target_top1 for number in range(len(source.lengths)))
+    if arguments.target_argmax:
+        return _run_target(arguments, dataset)
+    return None
+
+
+def _run_target(arguments: argparse.Namespace, dataset):
+    import torch
+
+    from modelopt_eagle.data.progress import ProgressBar
+    from modelopt_eagle.features.compute import compute_features, length_batches
+    from modelopt_eagle.target import load_target
+
+    gpu = torch.cuda.is_available()
+    target = load_target(
+        arguments.model,
+        dtype="auto" if gpu else "float32",
+        device="cuda" if gpu else "cpu",
+        trust_remote_code=arguments.trust_remote_code,
+        chat_template=arguments.chat_template,
+    )
+    bar = ProgressBar(len(dataset.rows), "target argmax")
+    for batch in length_batches(dataset.lengths, batch_tokens=2048):
+        for row in compute_features(target, [dataset.rows[i] for i in batch], target.default_aux_layer_ids()):
+            yield row.target_top1
+        bar.advance(len(batch))

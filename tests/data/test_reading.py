@@ -1,0 +1,191 @@
+"""Files in: both schemas, every bad input with its place, every row accounted for."""
+
+import json
+
+import pytest
+from data_toy import write_lines
+
+from modelopt_eagle.data import load_prompts, read_conversations
+from modelopt_eagle.data.files import ASSETS
+from modelopt_eagle.errors import DataError
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+
+def shared(*pairs):
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
+
+
+def test_rows_of_both_schemas_in_one_file(tmp_path):
+    gpt = shared(("human", "one"), ("gpt", "two"))
+    found = read_conversations(write_lines(tmp_path / "mixed.jsonl", GOOD, gpt, "", GOOD))
+    assert [[(m.role, m.content) for m in row.messages] for row in found.rows] == [
+        [("user", "hi"), ("assistant", "hello")],
+        [("user", "one"), ("assistant", "two")],
+        [("user", "hi"), ("assistant", "hello")],
+    ]
+    assert (found.report.read, sum(found.report.dropped.values())) == (3, 0)
+    assert len({row.id for row in found.rows}) == 3
+
+
+def test_system_field_five_turns_and_a_first_turn_by_the_assistant(tmp_path):
+    turns = (("gpt", "welcome"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "unanswered"))
+    row = shared(*turns) | {"system": "be kind", "category": "chat", "id": 7}
+    found = read_conversations(write_lines(tmp_path / "data.jsonl", row))
+    conversation = found.rows[0]
+    assert [m.role for m in conversation.messages] == ["system", "assistant", "user", "assistant", "user", "assistant"]
+    assert conversation.prompted == [3, 5]
+    assert (conversation.id, conversation.category) == ("7", "chat")
+    assert found.report.notes == {"leading_assistant_turns_not_learned": 1, "trailing_turns_cut": 1}
+
+
+def test_json_arrays_byte_order_mark_and_several_files(tmp_path):
+    array = tmp_path / "array.json"
+    array.write_bytes(b"\xef\xbb\xbf \n" + json.dumps([GOOD, GOOD]).encode())
+    lines = tmp_path / "lines.json"
+    lines.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n" + json.dumps(GOOD).encode())
+    assert read_conversations([array, lines]).report.read == 4
+    assert read_conversations([array, lines], max_rows=3).report.read == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\n", "is empty"),
+        (b'{"messages": []}\n{"messages": [\n', r"data\.jsonl:2: broken JSON"),
+        (b"[1, 2]", r"data\.jsonl\[0\]: expected a JSON object"),
+        (b'[{"a": 1},\n{"b" 2}]', r"data\.jsonl:2: broken JSON array"),
+        (b"[]", "empty array"),
+        (b'"text"\n', r"data\.jsonl:1: expected a JSON object on each line, found str"),
+        (b'{"messages": "\xff"}\n', r"data\.jsonl:1: not UTF-8"),
+    ],
+)
+def test_broken_files_are_named_with_their_line(tmp_path, content, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_conversations(path)
+
+
+def test_a_missing_file_a_folder_and_an_empty_list(tmp_path):
+    for name in (tmp_path / "no.jsonl", "nowhere/no.jsonl"):
+        with pytest.raises(DataError, match="no such file"):
+            read_conversations(name)
+    with pytest.raises(DataError, match="is a folder"):
+        read_conversations(tmp_path)
+    with pytest.raises(DataError, match="no data file"):
+        read_conversations([])
+
+
+def test_a_hub_name_that_cannot_be_loaded_says_what_to_do():
+    with pytest.raises(DataError, match="owner/name:split|modelopt_eagle\\[data\\]"):
+        read_conversations("nobody-here/no-such-set:train")
+
+
+def test_a_hub_data_set_is_read_by_split(monkeypatch):
+    import datasets
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or [GOOD, GOOD])
+    assert read_conversations("owner/chats:train_sft").report.read == 2
+    assert asked == [("owner/chats", "train_sft")]
+
+
+def test_an_unknown_role_fails_is_dropped_or_is_mapped(tmp_path):
+    strange = shared(("human", "q"), ("my_model_v2", "a"))
+    path = write_lines(tmp_path / "data.jsonl", GOOD, strange, strange)
+    with pytest.raises(DataError, match=r"data\.jsonl:2, turn 1: unknown role 'my_model_v2'.*my_model_v2=assistant"):
+        read_conversations(path)
+    dropped = read_conversations(path, unknown_role="drop").report
+    assert (dropped.read, dropped.dropped) == (3, {"unknown_role": 2})
+    mapped = read_conversations(path, role_aliases={"my_model_v2": "assistant"})
+    assert [row.messages[1].content for row in mapped.rows] == ["hello", "a", "a"]
+    with pytest.raises(DataError, match="must map to system, user or assistant"):
+        read_conversations(path, role_aliases={"my_model_v2": "robot"})
+    with pytest.raises(DataError, match="must be fail or drop"):
+        read_conversations(path, unknown_role="ignore")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "no turns"}, "no_messages"),
+        ({"messages": []}, "no_messages"),
+        ({"messages": {"role": "user"}}, "malformed_message"),
+        ({"messages": [{"content": "no role"}]}, "malformed_message"),
+        ({"messages": ["hi"]}, "malformed_message"),
+        ({"messages": [{"role": "user", "content": 3}]}, "non_text_content"),
+        ({"messages": [*GOOD["messages"], {"role": "tool", "content": "42"}]}, "tool_role"),
+        (
+            {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
+            "tool_role",
+        ),
+        (shared(("human", "q"), ("function_call", "f()")), "tool_role"),
+        ({"messages": [{"role": "user", "content": "alone"}]}, "no_assistant_turn"),
+        ({"messages": [{"role": "assistant", "content": "unasked"}]}, "no_assistant_turn"),
+        ({"messages": [GOOD["messages"][0], {"role": "assistant", "content": " \n"}]}, "empty_answer"),
+        (GOOD | {"id": "row-000000"}, "duplicate_id"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_counted_under_its_reason(tmp_path, row, reason):
+    found = read_conversations(write_lines(tmp_path / "data.jsonl", GOOD, row))
+    assert found.report.dropped == {reason: 1}
+    assert "data.jsonl:2" in found.report.examples[reason]
+    assert len(found.rows) == 1 and found.report.read == 2
+
+
+def test_no_usable_row_stops_with_the_reasons(tmp_path):
+    with pytest.raises(DataError, match="no usable conversation among 1 rows.*tool use"):
+        read_conversations(write_lines(tmp_path / "d.jsonl", {"messages": [{"role": "tool", "content": "x"}]}))
+
+
+def test_text_parts_are_joined_and_cut_answers_are_marked(tmp_path):
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    row = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": parts}], "finish_reason": "length"}
+    message = read_conversations(write_lines(tmp_path / "d.jsonl", row)).rows[0].messages[1]
+    assert (message.content, message.finish_reason) == ("hello", "length")
+
+
+def test_two_thousand_rows_come_out(tmp_path):
+    found = read_conversations(write_lines(tmp_path / "d.jsonl", *[GOOD] * 2000))
+    assert len(found.rows) == found.report.read == 2000
+
+
+def test_prompts_in_three_formats(tmp_path):
+    bench = {"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": ["x", "y"]}
+    path = write_lines(
+        tmp_path / "q.jsonl", bench, GOOD | {"system": "s"}, {"id": "h", "prompt": ["p"], "category": "c"}
+    )
+    prompts = load_prompts(path)
+    assert [(p.id, p.category, p.turns, p.system) for p in prompts] == [
+        ("81", "writing", ("one", "two"), None),
+        ("row-000001", "all", ("hi",), "s"),
+        ("h", "c", ("p",), None),
+    ]
+
+
+def test_a_limit_is_spread_over_the_prompts():
+    prompts = load_prompts("quickstart", limit=8)
+    assert len({prompt.category for prompt in prompts}) == 8
+    assert len(load_prompts(ASSETS / "prompts.jsonl")) == 80
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"id": 1, "turns": []}], "`turns` must be"),
+        ([{"id": 1, "turns": ["a", " "]}], "`turns` must be"),
+        ([{"id": 1, "turns": ["a"]}] * 2, "stands twice"),
+        ([{"messages": [{"role": "system", "content": "s"}]}], "no user turn"),
+        ([{"question": "?"}], "found the keys question"),
+    ],
+)
+def test_bad_prompts(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
+        load_prompts(write_lines(tmp_path / "q.jsonl", *rows))
+
+
+def test_a_limit_below_one_is_refused():
+    with pytest.raises(DataError, match="at least 1, found 0"):
+        load_prompts("quickstart", limit=0)

@@ -1,0 +1,131 @@
+"""Answers by the target: equal to plain decoding, whatever the batch, and resumable at any byte."""
+
+import json
+
+import pytest
+import torch
+from data_toy import write_lines
+
+from modelopt_eagle.cli.main import run_command
+from modelopt_eagle.data import load_prompts, synthesis
+from modelopt_eagle.data.synthesis import decode_batch, prepare_output, stop_token_ids
+
+PROMPTS = [[4, 50, 60], [70] * 9, [9, 8, 100, 101, 102, 103]]
+
+
+@torch.no_grad()
+def plain_decoding(model, prompt, stops, limit):
+    """One row, no cache, no batch."""
+    ids = list(prompt)
+    for _ in range(limit):
+        token = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+        if token in stops:
+            return ids[len(prompt) :], "stop"
+        ids.append(token)
+    return ids[len(prompt) :], "length"
+
+
+def test_batched_answers_equal_plain_decoding(tiny_target):
+    free = [plain_decoding(tiny_target.model, prompt, set(), 12)[0] for prompt in PROMPTS]
+    stops = {free[0][5], free[2][2]}  # rows end at different steps, one may not end
+    expected = [plain_decoding(tiny_target.model, prompt, stops, 12) for prompt in PROMPTS]
+    assert {reason for _, reason in expected} >= {"stop"} and len({len(ids) for ids, _ in expected}) > 1
+    assert decode_batch(tiny_target.model, PROMPTS, stops, 12) == expected
+
+
+def test_sampling_depends_on_the_seed_and_not_on_the_batch(tiny_target):
+    model = tiny_target.model
+    together = decode_batch(model, PROMPTS, set(), 8, temperature=1.5, seeds=[1, 2, 3])
+    alone = [decode_batch(model, [p], set(), 8, temperature=1.5, seeds=[s])[0] for s, p in enumerate(PROMPTS, 1)]
+    assert together == alone
+    assert together != decode_batch(model, PROMPTS, set(), 8, temperature=1.5, seeds=[4, 5, 6])
+
+
+def test_stop_ids_are_those_of_tokenizer_and_model(tiny_target):
+    assert stop_token_ids(tiny_target.model, tiny_target.tokenizer) == {tiny_target.tokenizer.eos_token_id}
+
+
+@pytest.fixture
+def questions(tmp_path):
+    rows = [{"question_id": i, "category": "c", "turns": ["ask " * (i + 1), "and?"][: 1 + i % 2]} for i in range(5)]
+    return write_lines(tmp_path / "questions.jsonl", *rows)
+
+
+def synthesize(target, questions, output, *more):
+    arguments = ["--model", str(target), "--input", str(questions), "--output", str(output), "--max_new_tokens", "6"]
+    return run_command("synthesize_answers", [*arguments, "--batch_size", "2", *more])
+
+
+def test_rows_hold_every_turn_answered_in_order(tiny_target_dir, tiny_target, questions, tmp_path):
+    assert synthesize(tiny_target_dir, questions, tmp_path / "out.jsonl") == 0
+    rows = {row["id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert sorted(rows) == ["0", "1", "2", "3", "4"]
+    for prompt in load_prompts(questions):
+        row = rows[prompt.id]
+        assert [m["content"] for m in row["messages"] if m["role"] == "user"] == list(prompt.turns)
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * len(prompt.turns)
+        assert row["finish_reason"] == row["messages"][-1].get("finish_reason", "stop")
+        tokenizer = tiny_target.tokenizer
+        for end in range(1, len(row["messages"]), 2):
+            before = [{"role": m["role"], "content": m["content"]} for m in row["messages"][:end]]
+            ids = tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
+            answer, reason = plain_decoding(tiny_target.model, ids, {tokenizer.eos_token_id}, 6)
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            assert row["messages"][end]["content"] == (text.rstrip("\ufffd") if reason == "length" else text)
+
+
+def test_an_interrupted_run_goes_on(tiny_target_dir, questions, tmp_path, monkeypatch, capsys):
+    whole = tmp_path / "whole.jsonl"
+    synthesize(tiny_target_dir, questions, whole)
+    output, calls, answer = tmp_path / "out.jsonl", [], synthesis.answer_prompts
+
+    def second_call_fails(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return answer(*arguments)
+
+    monkeypatch.setattr(synthesis, "answer_prompts", second_call_fails)
+    assert synthesize(tiny_target_dir, questions, output) == 130
+    assert "goes on from" in capsys.readouterr().err
+    assert len(output.read_text().splitlines()) == 2
+    with open(output, "a") as handle:
+        handle.write('{"id": "4", "messa')  # the process died while writing
+    assert synthesize(tiny_target_dir, questions, output) == 0
+    assert "2 answered before, 3 to do" in capsys.readouterr().out
+    assert output.read_text() == whole.read_text()
+    assert synthesize(tiny_target_dir, questions, output) == 0
+    assert "5 answered before, 0 to do" in capsys.readouterr().out
+
+
+def test_settings_cannot_be_mixed(tiny_target_dir, questions, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    synthesize(tiny_target_dir, questions, output)
+    assert synthesize(tiny_target_dir, questions, output, "--temperature", "0.5") == 2
+    assert "temperature=0.0, this run has temperature=0.5" in capsys.readouterr().err
+    (tmp_path / "out.jsonl.settings.json").unlink()
+    assert synthesize(tiny_target_dir, questions, output) == 2
+    assert "another command made it" in capsys.readouterr().err
+
+
+def test_a_broken_row_in_the_middle_is_named(tmp_path):
+    settings = synthesis.SynthesisSettings("toy")
+    output = tmp_path / "out.jsonl"
+    prepare_output(output, settings)
+    write_lines(output, {"id": "a"}, "{broken", {"id": "b"})
+    with pytest.raises(ValueError, match=r"out\.jsonl:2: not a row of this command"):
+        prepare_output(output, settings)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max_new_tokens", "0"], "--max_new_tokens must be at least 1"),
+        (["--batch_size", "0"], "--batch_size must be at least 1"),
+        (["--temperature", "-1"], "--temperature must be 0"),
+        (["--num_samples", "0"], "at least 1, found 0"),
+    ],
+)
+def test_bad_numbers(tiny_target_dir, questions, tmp_path, capsys, more, message):
+    assert synthesize(tiny_target_dir, questions, tmp_path / "o.jsonl", *more) == 2
+    assert message in capsys.readouterr().err
