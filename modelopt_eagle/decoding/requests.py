@@ -31,7 +31,7 @@ class Request:
     finish_reason: str | None = None
 
     def uniforms(self, count: int) -> Tensor:
-        """``[count]`` float64 numbers in [0, 1) of this request's own stream, whatever its neighbours do; 0 if greedy."""
+        """``[count]`` float64 numbers in [0, 1) of this request's own stream; 0 if greedy."""
         if self.generator is None:
             return torch.zeros(count, dtype=torch.float64)
         return torch.rand(count, generator=self.generator, dtype=torch.float64)

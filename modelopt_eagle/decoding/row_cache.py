@@ -16,7 +16,7 @@ from modelopt_eagle.errors import DecodingError
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's buffers ``[B, heads, capacity, d]``, made at the first update. All keys stay, also of sliding layers."""
+    """One layer's buffers ``[B, heads, capacity, d]``, made at the first update. Sliding layers keep all keys, too."""
 
     is_sliding = False
 

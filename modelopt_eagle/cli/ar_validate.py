@@ -1,0 +1,174 @@
+"""Measure a head's acceptance length by real decoding, per category and position, with a lower bound for CI."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+BELOW_BOUND = 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="ar_validate.py", description=__doc__)
+    parser.add_argument(
+        "--model_path", required=True, help="the head: an export, a checkpoint or a run's output folder"
+    )
+    parser.add_argument(
+        "--base_model", help="target: hub id, local folder, GGUF file, quickstart (default: the head's own)"
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompts", nargs="+", help="JSONL of ours or of MT-Bench (question.jsonl); default: the shipped 80"
+    )
+    source.add_argument("--dataset", choices=("mt_bench",), help="a known prompt set, from the hub")
+    parser.add_argument("--num_samples", type=int, help="prompts used, spread evenly over the set (default: all)")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="limit of an answer (default 256)")
+    parser.add_argument("--batch_size", type=int, default=8, help="prompts decoded together (default 8)")
+    parser.add_argument("--turns", type=int, default=2, help="turns asked of each prompt (default 2)")
+    parser.add_argument("--mode", choices=("chain", "tree"), default="chain", help="what to draft (default chain)")
+    parser.add_argument("--steps", type=int, default=3, help="drafted tokens of a chain (default 3)")
+    parser.add_argument("--topk", type=int, help="branching of a tree")
+    parser.add_argument("--depth", type=int, help="depth of a tree (default: --steps)")
+    parser.add_argument("--num_nodes", type=int, help="nodes of a tree, root included (default 1 + topk * depth)")
+    parser.add_argument(
+        "--sweep", action="store_true", help="also time chain lengths and tree shapes, and name the best"
+    )
+    parser.add_argument(
+        "--speedup_prompts", type=int, default=8, help="prompts timed against plain decoding (default 8; 0: none)"
+    )
+    parser.add_argument(
+        "--ar_lower_bound", type=float, help=f"leave with exit code {BELOW_BOUND} below this acceptance length"
+    )
+    parser.add_argument("--output", type=Path, help="write acceptance.json here")
+    parser.add_argument("--html", type=Path, help="write a report with plots here (extra: report)")
+    parser.add_argument("--seed", type=int, default=0, help="of the interval's bootstrap (default 0)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of target and head")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
+    parser.add_argument(
+        "--chat_template", help="a Jinja chat template or a file with one, in place of the target's own"
+    )
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that the target's repository ships"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 0, or 1 when the acceptance length is below ``--ar_lower_bound``.
+
+    Raises:
+        EagleError: bad input (exit code 2 through the dispatcher).
+    """
+    arguments = build_parser().parse_args(argv)
+    check_arguments(arguments)
+    from modelopt_eagle.data import ProgressBar, load_prompts
+    from modelopt_eagle.validation import measure_acceptance
+    from modelopt_eagle.validation.dialogues import first_turn
+    from modelopt_eagle.validation.sweep import sweep, sweep_table
+
+    source = arguments.prompts or arguments.dataset or "quickstart"
+    prompts = load_prompts(source, arguments.num_samples)
+    target, module = load_pair(arguments)
+    print(f"target {target.name}, head {arguments.model_path}, {len(prompts)} prompts of {_source_name(source)}")
+    print(f"first prompt as the target sees it:\n{target.tokenizer.decode(first_turn(target, prompts[0]))}\n")
+    bar = ProgressBar(len(prompts), "validate", "prompts")
+    report = measure_acceptance(
+        target,
+        module,
+        prompts,
+        num_steps=arguments.steps,
+        max_new_tokens=arguments.max_new_tokens,
+        batch_size=arguments.batch_size,
+        mode=arguments.mode,
+        topk=arguments.topk,
+        depth=tree_depth(arguments),
+        num_nodes=arguments.num_nodes,
+        max_turns=arguments.turns,
+        speedup_prompts=arguments.speedup_prompts,
+        seed=arguments.seed,
+        on_batch=bar.advance,
+    )
+    print(report.table())
+    if arguments.sweep:
+        report.sweep = sweep(target, module, prompts, num_prompts=max(1, arguments.speedup_prompts))
+        print("\n" + sweep_table(report.sweep))
+    if arguments.output is not None:
+        print(f"wrote {report.write_json(arguments.output)}")
+    if arguments.html is not None:
+        from modelopt_eagle.validation.html import write_html
+
+        print(f"wrote {write_html(report, arguments.html)}")
+    bound = arguments.ar_lower_bound
+    if bound is not None and report.acceptance_length < bound:
+        print(f"acceptance length {report.acceptance_length:.3f} is below the bound of {bound}")
+        return BELOW_BOUND
+    return 0
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what can be refused before anything is loaded.
+
+    Raises:
+        DecodingError: a number out of range, or tree options that do not fit together.
+    """
+    from modelopt_eagle.decoding import DraftPlan
+    from modelopt_eagle.errors import DecodingError
+
+    for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("turns", 1), ("speedup_prompts", 0), ("seed", 0)):
+        if getattr(arguments, name) < least:
+            raise DecodingError(f"--{name} must be at least {least}, found {getattr(arguments, name)}")
+    if arguments.mode == "chain" and arguments.steps < 1:
+        raise DecodingError(f"--steps must be at least 1, found {arguments.steps}")
+    bound = arguments.ar_lower_bound
+    if bound is not None and not 1 <= bound < float("inf"):
+        raise DecodingError(f"--ar_lower_bound must be at least 1 (a step always gives one token), found {bound}")
+    DraftPlan.from_options(arguments.mode, arguments.steps, arguments.topk, tree_depth(arguments), arguments.num_nodes)
+
+
+def tree_depth(arguments: argparse.Namespace) -> int | None:
+    """Depth of the tree: ``--steps`` unless it is given."""
+    return arguments.steps if arguments.mode == "tree" and arguments.depth is None else arguments.depth
+
+
+def load_pair(arguments: argparse.Namespace):
+    """The target and its head, on one device and in one dtype.
+
+    Raises:
+        EagleError: either cannot be loaded, or the head does not say what it was made for and nor does the caller.
+    """
+    from modelopt_eagle.errors import DecodingError
+    from modelopt_eagle.export import load_draft
+    from modelopt_eagle.recipe.schema import ModelSection
+    from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.identity import tokenizer_hash
+
+    name = arguments.base_model or own_target(load_draft(arguments.model_path).config.target_name)
+    if name is None:
+        raise DecodingError(f"{arguments.model_path} does not record its target: pass --base_model")
+    section = ModelSection(
+        base_model=name,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        chat_template=arguments.chat_template,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    target = load_target(**section.load_arguments())
+    module = load_draft(
+        arguments.model_path,
+        vocab_size=target.vocab_size,
+        tokenizer_hash=tokenizer_hash(target.tokenizer),
+        dtype=target.dtype,
+    )
+    return target, module.to(target.device).eval()
+
+
+def own_target(recorded: str | None) -> str | None:
+    """The target a head records; the bundled quick-start target goes by its short name."""
+    from modelopt_eagle.target.convert import QUICKSTART_NAME
+
+    return "quickstart" if recorded == QUICKSTART_NAME else recorded
+
+
+def _source_name(source) -> str:
+    return source if isinstance(source, str) else ", ".join(source)

@@ -1,0 +1,120 @@
+"""Answering prompts for real: turns rendered by the target's template, later turns behind the answers given so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from modelopt_eagle.data import Message, Prompt, render_text
+from modelopt_eagle.decoding import PseudoSpeculativeGenerator
+from modelopt_eagle.errors import DataError
+from modelopt_eagle.target.model import Target
+
+
+@dataclass
+class Dialogue:
+    """A prompt being answered, with what its drafts were worth.
+
+    Attributes:
+        prompt: id, category and the user's turns.
+        messages: what was said so far.
+        accepted: accepted drafted tokens of every verification step, over all turns.
+        tokens: new tokens, over all turns.
+        too_long: turns left out because they do not fit the target's window.
+    """
+
+    prompt: Prompt
+    messages: list[Message] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    tokens: int = 0
+    too_long: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Verification steps."""
+        return len(self.accepted)
+
+
+def answer_dialogues(
+    generator: PseudoSpeculativeGenerator,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    max_turns: int = 2,
+    on_batch: Callable[[int], None] | None = None,
+) -> list[Dialogue]:
+    """Answer every prompt, turn after turn.
+
+    Args:
+        generator: decodes and accepts.
+        prompts: what is asked.
+        max_new_tokens: limit of each answer.
+        batch_size: prompts decoded together. Those of like length are put together; results do not depend on it.
+        max_turns: turns of a prompt that are asked.
+        on_batch: called with the number of dialogues that a batch finished.
+
+    Returns:
+        A dialogue a prompt, in the order of the prompts.
+
+    Raises:
+        DataError: no chat template, or no prompt that fits the target's window.
+        DecodingError: from the generator.
+    """
+    dialogues = [Dialogue(prompt) for prompt in prompts]
+    by_size = sorted(dialogues, key=lambda d: (len(d.prompt.turns[:max_turns]), sum(map(len, d.prompt.turns))))
+    for start in range(0, len(by_size), batch_size):
+        batch = by_size[start : start + batch_size]
+        for turn in range(max_turns):
+            _answer_turn(generator, batch, turn, max_new_tokens)
+        if on_batch is not None:
+            on_batch(len(batch))
+    if not any(dialogue.tokens for dialogue in dialogues):
+        raise DataError(
+            f"no prompt leaves room for {max_new_tokens} new tokens in the window of {generator.target.name}: "
+            "lower max_new_tokens"
+        )
+    return dialogues
+
+
+def _answer_turn(generator: PseudoSpeculativeGenerator, batch: list[Dialogue], turn: int, max_new_tokens: int) -> None:
+    target = generator.target
+    asking, inputs = [], []
+    for dialogue in batch:
+        if turn >= len(dialogue.prompt.turns) or dialogue.too_long:
+            continue
+        asked = [*dialogue.messages, Message("user", dialogue.prompt.turns[turn])]
+        if turn == 0 and dialogue.prompt.system:
+            asked.insert(0, Message("system", dialogue.prompt.system))
+        ids = prompt_ids(target, asked)
+        if len(ids) + max_new_tokens > window(target):
+            dialogue.too_long = len(dialogue.prompt.turns) - turn
+            continue
+        dialogue.messages = asked
+        asking.append(dialogue)
+        inputs.append(ids)
+    if not asking:
+        return
+    output = generator.generate(inputs, max_new_tokens)
+    for dialogue, tokens, accepted in zip(asking, output.tokens, output.accepted_lengths, strict=True):
+        dialogue.accepted += accepted
+        dialogue.tokens += len(tokens)
+        text = target.tokenizer.decode(tokens, skip_special_tokens=True)
+        dialogue.messages.append(Message("assistant", text))
+
+
+def prompt_ids(target: Target, messages: Sequence[Message]) -> list[int]:
+    """Token ids of messages and the generation prompt, as a server renders them."""
+    text = render_text(target.tokenizer, messages, add_generation_prompt=True)
+    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def first_turn(target: Target, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt's first turn."""
+    system = [Message("system", prompt.system)] if prompt.system else []
+    return prompt_ids(target, [*system, Message("user", prompt.turns[0])])
+
+
+def window(target: Target) -> int:
+    """Positions the target was made for."""
+    return getattr(target.config, "max_position_embeddings", None) or 1 << 30

@@ -1,0 +1,103 @@
+"""``measure_acceptance``: how many tokens a head makes the target give in a step, by real decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from modelopt_eagle.data import Prompt
+from modelopt_eagle.decoding import PseudoSpeculativeGenerator
+from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.errors import DataError
+from modelopt_eagle.target.model import Target
+
+from .dialogues import answer_dialogues, first_turn, window
+from .report import AcceptanceReport, package_commit
+from .speed import Speed, measure_speed
+from .statistics import acceptance_length, bootstrap_interval, prefix_shares
+
+SPEED_TOKENS = 128
+"""Longest answer timed for the speed-up."""
+
+
+def measure_acceptance(
+    target: Target,
+    module: EagleModule,
+    prompts: Sequence[Prompt],
+    *,
+    num_steps: int = 3,
+    max_new_tokens: int = 256,
+    batch_size: int = 8,
+    mode: str = "chain",
+    topk: int | None = None,
+    depth: int | None = None,
+    num_nodes: int | None = None,
+    max_turns: int = 2,
+    speedup_prompts: int = 8,
+    seed: int = 0,
+    on_batch: Callable[[int], None] | None = None,
+) -> AcceptanceReport:
+    """Answer prompts greedily with draft and verification, and count what was accepted.
+
+    Args:
+        target: the frozen target.
+        module: the head.
+        prompts: asked through the target's chat template; later turns follow the answers given.
+        num_steps: K drafted tokens of a chain.
+        max_new_tokens: limit of an answer.
+        batch_size: prompts decoded together (the result does not depend on it).
+        mode, topk, depth, num_nodes: see ``PseudoSpeculativeGenerator``.
+        max_turns: turns asked of each prompt.
+        speedup_prompts: prompts on which the speed-up over plain decoding is timed, one at a time; 0: not timed.
+        seed: of the bootstrap.
+        on_batch: called with the number of prompts that a batch finished.
+
+    Returns:
+        :class:`AcceptanceReport`.
+
+    Raises:
+        DataError: no prompts, none that fits, or no chat template.
+        DecodingError: options or models that do not fit together.
+    """
+    if not prompts:
+        raise DataError("no prompts to validate on")
+    generator = PseudoSpeculativeGenerator(target, module, mode, num_steps, topk=topk, depth=depth, num_nodes=num_nodes)
+    dialogues = answer_dialogues(
+        generator,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        max_turns=max_turns,
+        on_batch=on_batch,
+    )
+    answered = [dialogue for dialogue in dialogues if dialogue.tokens]
+    accepted = [dialogue.accepted for dialogue in answered]
+    categories: dict[str, list[list[int]]] = {}
+    for dialogue in answered:
+        categories.setdefault(dialogue.prompt.category, []).append(dialogue.accepted)
+    speed = time_generators([generator], prompts, speedup_prompts, max_new_tokens)
+    return AcceptanceReport(
+        acceptance_length=acceptance_length(accepted),
+        ci95=bootstrap_interval(accepted, seed),
+        per_position=prefix_shares(accepted, generator.plan.depth),
+        per_category={name: acceptance_length(rows) for name, rows in categories.items()},
+        speedup=speed[0].speedup if speed else None,
+        steps=sum(map(len, accepted)),
+        prompts=len(answered),
+        target=target.name,
+        commit=package_commit(),
+        plan=generator.plan,
+        counts={name: (len(rows), sum(map(len, rows))) for name, rows in categories.items()},
+        too_long=sum(dialogue.too_long for dialogue in dialogues),
+        speed=speed[0] if speed else None,
+        first_prompt=target.tokenizer.decode(first_turn(target, prompts[0])),
+    )
+
+
+def time_generators(
+    generators: Sequence[PseudoSpeculativeGenerator], prompts: Sequence[Prompt], count: int, max_new_tokens: int
+) -> list[Speed]:
+    """Speed of generators on ``count`` prompts spread over the set (those that fit); empty if none is asked for."""
+    target, limit = generators[0].target, min(max_new_tokens, SPEED_TOKENS)
+    encoded = [first_turn(target, prompts[i * len(prompts) // count]) for i in range(min(count, len(prompts)))]
+    encoded = [ids for ids in encoded if len(ids) + limit <= window(target)]
+    return measure_speed(generators, encoded, limit) if encoded else []

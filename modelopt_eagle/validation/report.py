@@ -1,0 +1,154 @@
+"""``AcceptanceReport``: what a validation found, as a table and as ``acceptance.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import modelopt_eagle
+from modelopt_eagle.decoding import DraftPlan
+
+from .speed import Speed
+
+JSON_FIELDS = (
+    "acceptance_length",
+    "ci95",
+    "per_position",
+    "per_category",
+    "speedup",
+    "steps",
+    "prompts",
+    "target",
+    "commit",
+)
+
+
+@dataclass
+class AcceptanceReport:
+    """Acceptance of a head over a set of prompts.
+
+    Attributes:
+        acceptance_length: tokens a verification step gives, pooled over all steps.
+        ci95: its 95 % interval, by bootstrap over prompts.
+        per_position: ``[K or D]`` share of steps in which position k was accepted with all before it.
+        per_category: acceptance length of each category, pooled within it.
+        speedup: over plain decoding in this run; ``None``: not measured.
+        steps: verification steps.
+        prompts: prompts that were answered.
+        target: its name.
+        commit: of this package.
+        plan: what was drafted.
+        counts: prompts and steps of each category.
+        too_long: turns left out because they do not fit the target's window.
+        speed: what the speed-up is made of.
+        first_prompt: the first prompt as the target saw it.
+        sweep: rows of a sweep, if one was made.
+    """
+
+    acceptance_length: float
+    ci95: tuple[float, float]
+    per_position: list[float]
+    per_category: dict[str, float]
+    speedup: float | None
+    steps: int
+    prompts: int
+    target: str
+    commit: str
+    plan: DraftPlan
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    too_long: int = 0
+    speed: Speed | None = None
+    first_prompt: str = ""
+    sweep: list[dict] | None = None
+
+    def to_dict(self) -> dict:
+        """The fields of ``acceptance.json``; ``sweep`` only if one was made."""
+        data = {name: getattr(self, name) for name in JSON_FIELDS}
+        data["ci95"] = list(self.ci95)
+        if self.sweep is not None:
+            data["sweep"] = self.sweep
+        return data
+
+    def write_json(self, path: str | Path) -> Path:
+        """Write ``acceptance.json`` whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        os.replace(draft, path)
+        return path
+
+    def table(self) -> str:
+        """Category by category, then all, then what else was found."""
+        rows = [("category", "prompts", "steps", "acceptance length")]
+        for category, value in self.per_category.items():
+            prompts, steps = self.counts.get(category, ("", ""))
+            rows.append((category, str(prompts), str(steps), f"{value:.3f}"))
+        low, high = self.ci95
+        rows.append(
+            ("all", str(self.prompts), str(self.steps), f"{self.acceptance_length:.3f} [{low:.3f}, {high:.3f}]")
+        )
+        lines = [format_table(rows)]
+        shares = " ".join(f"{share:.3f}" for share in self.per_position)
+        lines.append(f"accepted up to each position: {shares}   (share of steps; {self._drafted()})")
+        if self.too_long:
+            lines.append(f"left out: {self.too_long} turns that do not fit the target's window")
+        if self.speed is not None:
+            lines.append(speed_line(self.speed))
+        return "\n".join(lines)
+
+    def _drafted(self) -> str:
+        if self.plan.is_tree:
+            return f"tree of topk {self.plan.topk}, depth {self.plan.depth}, {self.plan.num_nodes} nodes"
+        return f"chain of {self.plan.depth} drafted tokens"
+
+
+def speed_line(speed: Speed) -> str:
+    """A sentence on speed-up, costs and break-even."""
+    share = 100 * speed.efficiency
+    verdict = "" if speed.speedup >= 1 else "; on this machine plain decoding is faster: draft nothing"
+    return (
+        f"speed-up {speed.speedup:.2f}x over plain decoding in this run, {share:.0f} % of the acceptance length "
+        f"{speed.acceptance_length:.2f} of those prompts; a step costs {speed.break_even:.2f} plain steps "
+        f"(draft {1e3 * speed.draft_step:.1f} ms, verify {1e3 * speed.verify_step:.1f} ms, other "
+        f"{1e3 * speed.other_step:.1f} ms; plain {1e3 * speed.plain_step:.1f} ms), so drafting pays above an "
+        f"acceptance length of {speed.break_even:.2f}{verdict}"
+    )
+
+
+def format_table(rows: list[tuple[str, ...]]) -> str:
+    """Columns aligned, the first to the left, a line under the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+        if number == 0:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def package_commit() -> str:
+    """Commit of the checkout this package runs from, ``+changes`` if it was edited; else the package's version."""
+    folder = Path(modelopt_eagle.__file__).resolve().parent
+    version = f"modelopt_eagle {modelopt_eagle.__version__}"
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+        return run.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.parent:
+            return version  # installed inside somebody else's repository
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder))
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return version

@@ -1,0 +1,89 @@
+"""Wall-clock speed-up over plain decoding in the same run, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from modelopt_eagle.decoding import GenerationOutput, PlainGenerator, PseudoSpeculativeGenerator, Timings
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of one generator against plain decoding with a cache, one request at a time.
+
+    Attributes:
+        speedup: wall-clock seconds of plain decoding over ours, for the same tokens, prefill included.
+        acceptance_length: on these prompts.
+        plain_step, draft_step, verify_step, other_step: seconds a step, prefill left out.
+        tokens: new tokens timed.
+    """
+
+    speedup: float
+    acceptance_length: float
+    plain_step: float
+    draft_step: float
+    verify_step: float
+    other_step: float
+    tokens: int
+
+    @property
+    def break_even(self) -> float:
+        """The acceptance length from which drafting pays: a step's cost in plain steps (B140)."""
+        spent = self.draft_step + self.verify_step + self.other_step
+        return spent / self.plain_step if self.plain_step else float("inf")
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the acceptance length that arrives as speed-up."""
+        return self.speedup / self.acceptance_length
+
+
+def measure_speed(
+    generators: Sequence[PseudoSpeculativeGenerator], prompts: Sequence[list[int]], max_new_tokens: int
+) -> list[Speed]:
+    """Time generators of one target against plain decoding on the same prompts.
+
+    All take turns on each prompt, so that a machine that slows down slows all of them.
+
+    Args:
+        generators: what to time.
+        prompts: token ids; each is decoded alone.
+        max_new_tokens: limit of an answer.
+
+    Returns:
+        A :class:`Speed` a generator.
+    """
+    plain = PlainGenerator(generators[0].target)
+    for generator in (plain, *generators):  # caches, kernels and thread pools warm up outside the measurement
+        generator.generate([prompts[0]], min(8, max_new_tokens))
+    base: list[GenerationOutput] = []
+    outputs: list[list[GenerationOutput]] = [[] for _ in generators]
+    for prompt in prompts:
+        base.append(plain.generate([prompt], max_new_tokens))
+        for own, generator in zip(outputs, generators, strict=True):
+            own.append(generator.generate([prompt], max_new_tokens))
+    return [_speed(base, own) for own in outputs]
+
+
+def _speed(base: list[GenerationOutput], own: list[GenerationOutput]) -> Speed:
+    plain, mine = _pool(base), _pool(own)
+    plain_tokens, tokens = sum(o.new_tokens for o in base), sum(o.new_tokens for o in own)
+    steps = max(1, sum(o.steps for o in own))
+    accepted = sum(o.accepted for o in own)
+    plain_steps = max(1, sum(o.steps for o in base))
+    return Speed(
+        speedup=(plain.total / plain_tokens) / (mine.total / tokens),
+        acceptance_length=1 + accepted / steps,
+        plain_step=plain.decode / plain_steps,
+        draft_step=mine.draft / steps,
+        verify_step=mine.verify / steps,
+        other_step=mine.other / steps,
+        tokens=tokens,
+    )
+
+
+def _pool(outputs: list[GenerationOutput]) -> Timings:
+    return Timings(
+        *(sum(getattr(o.timings, name) for o in outputs) for name in ("prefill", "draft", "verify", "other"))
+    )

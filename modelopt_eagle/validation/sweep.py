@@ -1,0 +1,94 @@
+"""Which draft shape is best on this machine: chain lengths and tree shapes, timed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from modelopt_eagle.data import Prompt
+from modelopt_eagle.decoding import DraftPlan, PseudoSpeculativeGenerator
+from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.target.model import Target
+
+from .measure import time_generators
+from .report import format_table
+
+CHAINS = (1, 2, 3, 4, 5, 7)
+TREES = ((2, 2, 5), (2, 3, 7), (4, 3, 9), (4, 4, 13), (8, 4, 17), (8, 5, 33))
+"""Branching, depth, nodes (root included)."""
+
+
+def sweep_plans(draft_vocab_size: int) -> list[DraftPlan]:
+    """Plans that a sweep tries, those whose branching the head has tokens for."""
+    trees = [DraftPlan.tree(*shape) for shape in TREES if shape[0] <= draft_vocab_size]
+    return [DraftPlan.chain(steps) for steps in CHAINS] + trees
+
+
+def sweep(
+    target: Target,
+    module: EagleModule,
+    prompts: Sequence[Prompt],
+    *,
+    plans: Sequence[DraftPlan] | None = None,
+    num_prompts: int = 8,
+    max_new_tokens: int = 64,
+) -> list[dict]:
+    """Time every plan on the same prompts, one request at a time, in turns.
+
+    Args:
+        target: the frozen target.
+        module: the head.
+        prompts: the set that ``num_prompts`` are taken from, spread evenly.
+        plans: what to try; ``None``: :func:`sweep_plans`.
+        num_prompts: prompts timed.
+        max_new_tokens: limit of an answer.
+
+    Returns:
+        A row a plan, the fastest first: ``mode``, ``num_steps`` or ``topk``, ``depth`` and ``num_nodes``,
+        ``acceptance_length``, ``speedup``, ``break_even``.
+
+    Raises:
+        DecodingError: no prompt to time on.
+    """
+    plans = sweep_plans(module.config.draft_vocab_size) if plans is None else plans
+    generators = [
+        PseudoSpeculativeGenerator(target, module, "tree", topk=plan.topk, depth=plan.depth, num_nodes=plan.num_nodes)
+        if plan.is_tree
+        else PseudoSpeculativeGenerator(target, module, "chain", plan.depth)
+        for plan in plans
+    ]
+    speeds = time_generators(generators, prompts, num_prompts, max_new_tokens)
+    if not speeds:
+        raise DecodingError("a sweep needs at least one prompt that fits the target's window: raise num_prompts")
+    rows = []
+    for plan, speed in zip(plans, speeds, strict=True):
+        shape = {"mode": "chain", "num_steps": plan.depth}
+        if plan.is_tree:
+            shape = {"mode": "tree", "topk": plan.topk, "depth": plan.depth, "num_nodes": plan.num_nodes}
+        measured = {
+            "acceptance_length": speed.acceptance_length,
+            "speedup": speed.speedup,
+            "break_even": speed.break_even,
+        }
+        rows.append(shape | measured)
+    return sorted(rows, key=lambda row: -row["speedup"])
+
+
+def sweep_table(rows: Sequence[dict]) -> str:
+    """The rows of a sweep, and what to use on this machine."""
+    cells = [("draft", "acceptance length", "speed-up", "break-even")]
+    for row in rows:
+        numbers = (f"{row[key]:.3f}" for key in ("acceptance_length", "speedup", "break_even"))
+        cells.append((plan_name(row), *numbers))
+    best = rows[0]
+    advice = f"best on this machine: {plan_name(best)}, {best['speedup']:.2f}x"
+    if best["speedup"] < 1:
+        advice = "best on this machine: draft nothing, every shape is slower than plain decoding"
+    return format_table(cells) + "\n" + advice
+
+
+def plan_name(row: dict) -> str:
+    """``chain of K``, or the options of a tree."""
+    if row["mode"] == "chain":
+        return f"chain, steps {row['num_steps']}"
+    return f"tree, topk {row['topk']}, depth {row['depth']}, num_nodes {row['num_nodes']}"

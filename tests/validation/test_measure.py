@@ -1,0 +1,103 @@
+"""Acceptance measured by decoding: pooled, by prefix, per category; second turns follow the first answers."""
+
+import json
+
+import pytest
+import torch
+from heads import make_head
+
+from modelopt_eagle.data import Prompt
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
+from modelopt_eagle.errors import DataError
+from modelopt_eagle.validation import measure_acceptance
+from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, prompt_ids
+from modelopt_eagle.validation.statistics import acceptance_length, bootstrap_interval, prefix_shares
+
+
+@pytest.fixture(scope="module")
+def report(target, good_head, prompts):
+    return measure_acceptance(target, good_head, prompts, max_new_tokens=32, batch_size=3, speedup_prompts=2)
+
+
+def test_a_recorded_trace_with_a_known_mean():
+    """B135: pooled over all steps, not a mean over prompts."""
+    trace = [[3, 0, 1], [2], []]
+    assert acceptance_length(trace) == 1 + 6 / 4
+    assert prefix_shares(trace, 3) == [3 / 4, 2 / 4, 1 / 4]
+    assert 1 + sum(prefix_shares(trace, 3)) == acceptance_length(trace)
+    assert acceptance_length([]) == 1.0 and bootstrap_interval([]) == (1.0, 1.0)
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    covered, tries = 0, 200
+    for trial in range(tries):
+        means = torch.rand(40, generator=generator) * 2  # each prompt has its own mean acceptance; overall mean 1
+        rows = [torch.poisson(mean.expand(20), generator=generator).tolist() for mean in means]
+        low, high = bootstrap_interval(rows, seed=trial, rounds=300)
+        covered += low <= 2.0 <= high
+    assert 0.85 < covered / tries < 1.0
+
+
+def test_report_agrees_with_the_generator(target, good_head, prompts, report):
+    generator = PseudoSpeculativeGenerator(target, good_head)
+    dialogues = answer_dialogues(generator, prompts, max_new_tokens=32, batch_size=1)
+    accepted = [dialogue.accepted for dialogue in dialogues]
+    assert report.acceptance_length == acceptance_length(accepted) > 1.8
+    assert report.per_position == prefix_shares(accepted, 3)
+    assert report.steps == sum(map(len, accepted)) and report.prompts == 4
+    assert report.per_category == {"writing": acceptance_length(accepted[:2]), "math": acceptance_length(accepted[2:])}
+    assert report.ci95[0] <= report.acceptance_length <= report.ci95[1]
+    assert report.speedup > 0 and report.speed.tokens > 0
+    assert abs(report.speed.speedup / report.speed.efficiency - report.speed.acceptance_length) < 1e-9
+
+
+def test_second_turn_follows_the_answer_that_was_given(target, good_head, prompts):
+    plain = PlainGenerator(target)
+    first = plain.generate([first_turn(target, prompts[0])], 32).tokens[0]
+    dialogue = answer_dialogues(
+        PseudoSpeculativeGenerator(target, good_head), prompts[:1], max_new_tokens=32, batch_size=8
+    )[0]
+    said = target.tokenizer.decode(first, skip_special_tokens=True)
+    assert [message.role for message in dialogue.messages] == ["user", "assistant", "user", "assistant"]
+    assert dialogue.messages[1].content == said
+    second = plain.generate([prompt_ids(target, dialogue.messages[:3])], 32).tokens[0]
+    assert dialogue.messages[3].content == target.tokenizer.decode(second, skip_special_tokens=True)
+    assert dialogue.tokens == len(first) + len(second)
+
+
+def test_turns_that_do_not_fit_are_counted(target, good_head, prompts):
+    long = Prompt("long", "writing", ("x" * 2030, "more"))
+    report = measure_acceptance(target, good_head, [*prompts[1:2], long], max_new_tokens=32, speedup_prompts=0)
+    assert report.too_long == 2 and report.prompts == 1 and "left out: 2 turns" in report.table()
+    assert report.speedup is None
+    with pytest.raises(DataError, match="max_new_tokens"):
+        measure_acceptance(target, good_head, [long], max_new_tokens=32, speedup_prompts=0)
+    with pytest.raises(DataError, match="no prompts"):
+        measure_acceptance(target, good_head, [], max_new_tokens=32)
+
+
+def test_json_has_exactly_the_fields_named(report, tmp_path):
+    path = report.write_json(tmp_path / "report" / "acceptance.json")
+    data = json.loads(path.read_text())
+    names = "acceptance_length ci95 per_position per_category speedup steps prompts target commit".split()
+    assert list(data) == names
+    assert data["target"] == "tiny" and len(data["commit"]) >= 7
+    assert data["acceptance_length"] == report.acceptance_length and len(data["ci95"]) == 2
+    assert [entry.name for entry in path.parent.iterdir()] == ["acceptance.json"]
+
+
+def test_a_tree_accepts_at_least_what_its_chain_does(target, good_head, prompts, report):
+    """B152, on fixed prompts."""
+    tree = measure_acceptance(
+        target, good_head, prompts, mode="tree", topk=4, depth=3, num_nodes=20, max_new_tokens=32, speedup_prompts=0
+    )
+    assert tree.acceptance_length >= report.acceptance_length
+    assert len(tree.per_position) == 3
+
+
+def test_a_reduced_vocabulary_counts_what_it_cannot_say_as_missed(target, prompts):
+    """B134: tokens outside the draft vocabulary stay in the denominator."""
+    head = make_head(target, draft_vocab_size=16)
+    report = measure_acceptance(target, head, prompts, max_new_tokens=32, speedup_prompts=0)
+    assert report.steps > 32 and report.acceptance_length < 1.5
