@@ -15,7 +15,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model_path", required=True, type=Path, help="a training checkpoint, a run's output folder, or any head"
     )
-    parser.add_argument("--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all")
+    parser.add_argument(
+        "--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the exported numbers; default: as they are"
     )
@@ -32,7 +34,9 @@ def build_parser() -> argparse.ArgumentParser:
         help='a scaling to declare for long contexts, JSON, such as \'{"rope_type": "yarn", "factor": 4.0}\'',
     )
     parser.add_argument("--base_model", help="check the head against this target and complete its config from it")
-    parser.add_argument("--report", type=Path, help="acceptance.json for the model card; default: beside the checkpoint")
+    parser.add_argument(
+        "--report", type=Path, help="acceptance.json for the model card; default: beside the checkpoint"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the folder to the hub afterwards")
     return parser

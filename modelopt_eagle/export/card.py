@@ -6,7 +6,11 @@ from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
 
-TESTED = {"vLLM": "0.32.0 (run on a CPU)", "SGLang": "0.5 (by its loader's rules)", "TensorRT-LLM": "1.2 (by its loader's rules)"}
+TESTED = {
+    "vLLM": "0.32.0 (run on a CPU)",
+    "SGLang": "0.5 (by its loader's rules)",
+    "TensorRT-LLM": "1.2 (by its loader's rules)",
+}
 """Engine versions that an export was held against; see docs/serving.md."""
 
 
@@ -16,12 +20,16 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
         return ["Not measured. `python scripts/ar_validate.py --model_path .` measures it."]
     low, high = report.get("ci95") or (None, None)
     interval = f" (95 % interval {low:.3f} to {high:.3f})" if low is not None else ""
-    lines = [f"Mean acceptance length **{report['acceptance_length']:.3f}**{interval}, the target's own token included."]
+    lines = [
+        f"Mean acceptance length **{report['acceptance_length']:.3f}**{interval}, the target's own token included."
+    ]
     if report.get("per_position"):
         positions = ", ".join(f"{p:.3f}" for p in report["per_position"])
         lines.append(f"Accepted at each drafted position: {positions}.")
     if report.get("speedup"):
-        lines.append(f"Speed-up of this toolkit's generator over plain decoding in the same run: {report['speedup']:.2f}.")
+        lines.append(
+            f"Speed-up of this toolkit's generator over plain decoding in the same run: {report['speedup']:.2f}."
+        )
     rows = report.get("per_category") or {}
     if rows:
         lines += ["", "| category | acceptance length | 95 % interval |", "|---|---|---|"]
@@ -68,7 +76,9 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
 def training_lines(config: DraftConfig, report: dict[str, Any]) -> list[str]:
     """What is known of the training run."""
     lines = [f"* target: {config.target_name or 'not recorded'} ({config.target_model_type or 'type not recorded'})"]
-    lines.append(f"* reads the outputs of layers {list(config.aux_layer_ids)} (0-based), {config.num_hidden_layers} draft layer(s)")
+    lines.append(
+        f"* reads the outputs of layers {list(config.aux_layer_ids)} (0-based), {config.num_hidden_layers} draft layer(s)"
+    )
     share = config.draft_vocab_size / config.vocab_size
     lines.append(f"* draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens ({share:.1%})")
     if config.training_length:

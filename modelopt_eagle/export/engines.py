@@ -184,7 +184,9 @@ def expected_tensors(config: DraftConfig, profile: EngineProfile) -> tuple[dict[
     """``({engine's parameter: shape}, those it can do without)`` for a head trained with ``config``."""
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set()
-    first = f"{profile.first_layer}.0" if profile is TENSORRT_LLM and config.num_hidden_layers > 1 else profile.first_layer
+    first = (
+        f"{profile.first_layer}.0" if profile is TENSORRT_LLM and config.num_hidden_layers > 1 else profile.first_layer
+    )
     for name, tensor in EagleModule(config).state_dict().items():
         if name in ("d2t", "t2d"):
             continue
@@ -331,4 +333,6 @@ def check_engine(folder: str | Path, engine: str, config: DraftConfig | None = N
     reasons = engine_reasons(folder, engine, config)
     if reasons:
         profile = PROFILES[engine]
-        raise ExportError(f"{profile.name} {profile.version} would not serve {folder} as trained: it " + "; it ".join(reasons))
+        raise ExportError(
+            f"{profile.name} {profile.version} would not serve {folder} as trained: it " + "; it ".join(reasons)
+        )

@@ -48,9 +48,13 @@ def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         raise ExportError(f"{path} is a file; name a folder to export to")
     if path.is_dir() and any(path.iterdir()):
         if not overwrite:
-            raise ExportError(f"{path} exists and is kept: name another folder, or pass --overwrite to replace it whole")
+            raise ExportError(
+                f"{path} exists and is kept: name another folder, or pass --overwrite to replace it whole"
+            )
         if not is_export(path):
-            raise ExportError(f"{path} holds files that no export writes, so it is not overwritten: name another folder")
+            raise ExportError(
+                f"{path} holds files that no export writes, so it is not overwritten: name another folder"
+            )
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     try:

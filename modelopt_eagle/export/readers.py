@@ -105,7 +105,9 @@ def foreign_ids(config: dict[str, Any], num_aux: int, options: ReadOptions, wher
     return tuple(ids)
 
 
-def count_aux(fc_width: int, target_hidden: int | None, hidden: int, config: dict[str, Any], where: str) -> tuple[int, int]:
+def count_aux(
+    fc_width: int, target_hidden: int | None, hidden: int, config: dict[str, Any], where: str
+) -> tuple[int, int]:
     """``(A, Ht)`` from the width of ``fc`` and what the config says.
 
     Raises:
@@ -117,7 +119,9 @@ def count_aux(fc_width: int, target_hidden: int | None, hidden: int, config: dic
     if target_hidden is None:
         target_hidden = hidden if fc_width % hidden == 0 else fc_width // (len(named) if named else 3)
     if target_hidden < 1 or fc_width % target_hidden:
-        raise CheckpointError(f"{where}: fc reads {fc_width} numbers, no multiple of the target's width {target_hidden}")
+        raise CheckpointError(
+            f"{where}: fc reads {fc_width} numbers, no multiple of the target's width {target_hidden}"
+        )
     return fc_width // target_hidden, target_hidden
 
 
@@ -206,4 +210,6 @@ def parse_ids(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.replace(" ", ",").split(",") if part)
     except ValueError as error:
-        raise CheckpointError(f"layer ids must be integers with commas between, such as 1,14,26; found {text!r}") from error
+        raise CheckpointError(
+            f"layer ids must be integers with commas between, such as 1,14,26; found {text!r}"
+        ) from error

@@ -99,7 +99,9 @@ class ServingReport:
                 f"{place.tokens[1]}, logits {place.gap:.1e} apart"
             )
         lines += [f"failed: {failure}" for failure in self.failures]
-        lines.append("verdict: " + ("the engine serves this head as it was trained" if self.passed else "NOT SERVED RIGHT"))
+        lines.append(
+            "verdict: " + ("the engine serves this head as it was trained" if self.passed else "NOT SERVED RIGHT")
+        )
         return "\n".join(lines)
 
 

@@ -100,7 +100,9 @@ def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] 
     old = dict(data.get("rope_scaling") or {})
     bases = {float(b) for b in (new.pop("rope_theta", None), old.pop("rope_theta", None), data.get("rope_theta")) if b}
     if len(bases) > 1:
-        raise CheckpointError(f"{where} declares several rotary bases: {sorted(bases)}; keep the one it was trained with")
+        raise CheckpointError(
+            f"{where} declares several rotary bases: {sorted(bases)}; keep the one it was trained with"
+        )
     for block in (new, old):
         kind = block.pop("type", None)
         if kind is not None:
@@ -131,7 +133,9 @@ def check_known_keys(data: dict[str, Any], where: str) -> None:
             )
     for key, value in NESTED_ALWAYS.items():
         if nested.get(key, value) != value:
-            raise CheckpointError(f"{where}: eagle_config.{key} is {nested[key]!r}; this toolkit has heads with {value}")
+            raise CheckpointError(
+                f"{where}: eagle_config.{key} is {nested[key]!r}; this toolkit has heads with {value}"
+            )
 
 
 def aux_ids_of(data: dict[str, Any], where: str) -> tuple[int, ...] | None:
@@ -178,6 +182,12 @@ def parse_universal(data: dict[str, Any], *, strict: bool, own_embedding: bool, 
         values.update({name: data.get(name) for name in LATENT_SIZES})
     values.update({name: record[name] for name in RECORD if name in record})
     return DraftConfig.from_dict(
-        {**values, "decoder_type": decoder, "aux_layer_ids": ids, "rope_theta": theta, "rope_scaling": scaling,
-         "own_embedding": own_embedding}  # fmt: skip
+        {
+            **values,
+            "decoder_type": decoder,
+            "aux_layer_ids": ids,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "own_embedding": own_embedding,
+        }  # fmt: skip
     )

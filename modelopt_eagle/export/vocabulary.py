@@ -54,7 +54,13 @@ def vocab_of(
         vocab = DraftVocab(d2t, t2d) if t2d is not None else DraftVocab.from_d2t(d2t, vocab_size)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    if t2d is None and convention is None and len(d2t) > 1 and bool((d2t.diff() > 0).all()) and int(d2t[-1]) < vocab_size:
+    if (
+        t2d is None
+        and convention is None
+        and len(d2t) > 1
+        and bool((d2t.diff() > 0).all())
+        and int(d2t[-1]) < vocab_size
+    ):
         raise CheckpointError(
             f"{where}: d2t rises at every entry and there is no t2d to check it by, so it could hold offsets or "
             "target ids; which? answer with --d2t-convention offset|absolute"

@@ -69,7 +69,9 @@ def read_file(path: Path) -> dict[str, Tensor]:
         size = path.stat().st_size if path.exists() else 0
         raise CheckpointError(f"{path} ({size} bytes) is cut short or damaged: {error}: copy it again") from error
     except Exception as error:  # weights_only refuses code with an unpickling error of its own
-        raise CheckpointError(f"{path} is refused: a pickle may hold tensors only ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(
+            f"{path} is refused: a pickle may hold tensors only ({str(error).splitlines()[0]})"
+        ) from error
     if isinstance(data, dict) and isinstance(data.get("state_dict"), dict):
         data = data["state_dict"]
     if not isinstance(data, dict) or not all(isinstance(value, Tensor) for value in data.values()):

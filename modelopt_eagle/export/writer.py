@@ -70,7 +70,9 @@ def with_target(config: DraftConfig, target) -> DraftConfig:
         ("tokenizer_hash", config.tokenizer_hash, "the tokenizer"),
     ):
         if own and identity.get(key) and identity[key] != own:
-            raise ExportError(f"the head was trained for {what} {own}, the target {identity.get('model')} has {identity[key]}")
+            raise ExportError(
+                f"the head was trained for {what} {own}, the target {identity.get('model')} has {identity[key]}"
+            )
     layers = identity.get("num_layers")
     if layers and max(config.aux_layer_ids) >= layers:
         raise ExportError(f"the head reads layers {list(config.aux_layer_ids)}, the target has {layers} (0-based)")

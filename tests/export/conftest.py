@@ -18,13 +18,15 @@ LATENT = dict(
 
 
 def build_head(seed=0, **overrides) -> EagleModule:
-    """A random head; every number differs from every other, and the vocabulary is made of odd ids."""
+    """A random head; every number differs from every other, and the draft vocabulary skips tokens."""
     config = DraftConfig(**{**SIZES, **overrides})
     torch.manual_seed(seed)
     size = config.draft_vocab_size
     vocab = None
     if size < config.vocab_size:
-        vocab = DraftVocab.from_target_ids(torch.arange(size) * 2 + 1 + (torch.arange(size) > 5), config.vocab_size)
+        vocab = DraftVocab.from_target_ids(
+            torch.arange(size) * 2 + 1 - (torch.arange(size) > 5).long(), config.vocab_size
+        )
     module = EagleModule(config, vocab)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -1,0 +1,46 @@
+"""Convert a head of any known tool into another layout, numbers unchanged (`scripts/convert_checkpoint.py`)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    from modelopt_eagle.cli._reading import add_reading_options
+    from modelopt_eagle.export.convert import FORMATS
+
+    parser = argparse.ArgumentParser(prog="convert_checkpoint.py", description=__doc__)
+    parser.add_argument("--input", required=True, type=Path, help="a head: SafeAILab, SpecForge, Model-Optimizer, ...")
+    parser.add_argument("--output", required=True, type=Path, help="folder to make; it appears whole or not at all")
+    parser.add_argument("--to", choices=FORMATS, default="universal", help="layout to write (default universal)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the result; default: as it is, and one only"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
+    parser.add_argument("--no-strict", "--no_strict", action="store_true", help="accept config keys that nothing reads")
+    add_reading_options(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    from modelopt_eagle.cli._reading import reading_options
+    from modelopt_eagle.export.convert import convert_checkpoint
+
+    arguments = build_parser().parse_args(argv)
+    options, target = reading_options(arguments)
+    report = convert_checkpoint(
+        arguments.input,
+        arguments.output,
+        arguments.to,
+        options=options,
+        target=target,
+        dtype=arguments.dtype,
+        strict=not arguments.no_strict,
+        overwrite=arguments.overwrite,
+    )
+    print(f"converted  {arguments.input} to {report.path} ({arguments.to})")
+    print(f"           {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB, read back and compared")
+    return 0

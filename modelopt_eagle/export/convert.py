@@ -1,0 +1,186 @@
+"""``convert_checkpoint``: any known head as the universal folder, as speculators' or as SafeAILab's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.draft import DraftConfig, EagleModule, default_aux_layer_ids
+from modelopt_eagle.errors import ExportError
+
+from .card import model_card
+from .folders import whole_folder
+from .loader import load_draft, read_head
+from .names import file_tensors
+from .readers import ReadOptions
+from .universal import FLAGS, RECORD, dtype_name, parse_dtype, universal_config
+from .writer import ExportReport, compare, export_checkpoint, rebuilt, with_target, write_folder
+
+FORMATS = ("universal", "speculators", "eagle")
+SPECULATORS_VERSION = "0.9.0"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def layer_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The keys of a plain Llama layer, out of the universal config."""
+    data = universal_config(config, dtype)
+    for key in ("eagle_config", "eagle_aux_hidden_state_layer_ids", "modelopt_eagle", "target_hidden_size",
+                "draft_vocab_size", "architectures", *FLAGS):  # fmt: skip
+        data.pop(key, None)
+    return data
+
+
+def speculators_files(module: EagleModule, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and ``config.json`` as speculators 0.9 writes an ``eagle3`` head.
+
+    Raises:
+        ExportError: a head that its model classes cannot hold.
+    """
+    config = module.config
+    if config.decoder_type != "llama":
+        raise ExportError(f"speculators has no {config.decoder_type} decoder: convert to universal")
+    if config.hidden_size != config.target_hidden_size:
+        raise ExportError(
+            f"speculators builds fc for the head's own width, this head ({config.hidden_size}) has another than its "
+            f"target ({config.target_hidden_size}): convert to universal"
+        )
+    if config.norm_before_fc and config.fc_norm:
+        raise ExportError("speculators allows norm_before_fc or fc_norm, not both: convert to universal")
+    tensors = file_tensors(module, dtype, "layers")
+    tensors = {n: t for n, t in tensors.items() if not ("hidden_norm" in n and not n.startswith("layers.0."))}
+    data = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.aux_layer_ids],
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_name(dtype),
+        **{flag: getattr(config, flag) for flag in FLAGS},  # all of them: its defaults have changed between versions
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": config.target_name, "architectures": []},
+        },
+        "transformer_layer_config": layer_config(config, dtype),
+    }
+    return tensors, data
+
+
+def eagle_files(
+    module: EagleModule, dtype: torch.dtype, target_layers: int | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and ``config.json`` as SafeAILab's code reads them.
+
+    Raises:
+        ExportError: anything that its code fixes otherwise.
+    """
+    config = module.config
+    on = [flag for flag in FLAGS if getattr(config, flag)]
+    wrong = [f"the flag {flag}" for flag in on]
+    wrong += ["attention biases"] if config.attention_bias or config.mlp_bias else []
+    wrong += [f"{config.num_hidden_layers} layers"] if config.num_hidden_layers != 1 else []
+    wrong += [f"a {config.decoder_type} decoder"] if config.decoder_type != "llama" else []
+    if wrong:
+        raise ExportError(f"SafeAILab's code has no place for {', '.join(wrong)}: convert to universal")
+    if target_layers is None:
+        raise ExportError(
+            "SafeAILab's code captures layers that follow from the target's depth: how many layers has the target? answer "
+            "with --base-model or --target-layers"
+        )
+    usual = default_aux_layer_ids(target_layers)
+    if config.aux_layer_ids != usual:
+        raise ExportError(
+            f"SafeAILab's code captures the outputs of layers {list(usual)} of a target of {target_layers}, the head reads "
+            f"{list(config.aux_layer_ids)}: convert to universal"
+        )
+    tensors = file_tensors(module, dtype, "midlayer")
+    vocab = module.vocab
+    tensors.update({"d2t": vocab.d2t.cpu().clone(), "t2d": vocab.t2d.cpu().clone()})  # its module always has them
+    data = layer_config(config, dtype)
+    data.update({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": config.draft_vocab_size})
+    if config.hidden_size != config.target_hidden_size:
+        data["target_hidden_size"] = config.target_hidden_size
+    return tensors, data
+
+
+def without_record(config: DraftConfig) -> DraftConfig:
+    """The config without what other formats have no place for and no number depends on."""
+    blank = DraftConfig.__dataclass_fields__
+    empty = {name: blank[name].default for name in (*RECORD, *TOKEN_IDS) if name != "extra"}
+    return dataclasses.replace(config, **empty, extra={})
+
+
+def write_checked(
+    module: EagleModule,
+    path: str | Path,
+    files: Callable[[], tuple[dict[str, Tensor], dict[str, Any]]],
+    *,
+    dtype: torch.dtype,
+    overwrite: bool,
+    options: ReadOptions,
+) -> ExportReport:
+    """Write a foreign layout, read it back by our reader and compare, as an export does."""
+    tensors, data = files()
+    card = model_card(module.config, universal_config(module.config, dtype), report={}, notes=[])
+    with whole_folder(path, overwrite) as folder:
+        write_folder(folder, tensors, {"config.json": data, "README.md": card})
+        written = load_draft(folder, options=options)
+        difference = compare(
+            rebuilt(written, without_record(written.config)), rebuilt(module, without_record(module.config)), dtype
+        )
+        size = (folder / "model.safetensors").stat().st_size
+    return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    path: str | Path,
+    to: str = "universal",
+    *,
+    options: ReadOptions | None = None,
+    target=None,
+    dtype: str | torch.dtype | None = None,
+    strict: bool = True,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write any known head in another layout, numbers and vocabulary map unchanged.
+
+    Args:
+        source: a head of any layout that :mod:`~modelopt_eagle.export.readers` knows.
+        path: the folder to make.
+        to: one of :data:`FORMATS`.
+        options: answers to what the source leaves open.
+        target: a ``Target``, its tables or their ``identity()``: completes and checks the config.
+        dtype: of the result; also accepts a source that mixes dtypes.
+        strict: as in :func:`~modelopt_eagle.export.loader.read_head`.
+
+    Raises:
+        CheckpointError: the source cannot be read without guessing.
+        ExportError: the layout has no place for this head, or reads back differently.
+    """
+    if to not in FORMATS:
+        raise ExportError(f"format {to!r} is unknown; known are {', '.join(FORMATS)}")
+    options = options or ReadOptions()
+    head = read_head(source, dtype=dtype, strict=strict, options=options)
+    dtype = parse_dtype(dtype) or head.module.fc.weight.dtype
+    if to == "universal":
+        return export_checkpoint(head.module, head.config, path, target=target, dtype=dtype, overwrite=overwrite)
+    module = rebuilt(head.module, with_target(head.config, target))
+    if to == "speculators":
+        return write_checked(
+            module, path, lambda: speculators_files(module, dtype), dtype=dtype, overwrite=overwrite,
+            options=ReadOptions(layout="speculators"),
+        )  # fmt: skip
+    return write_checked(
+        module, path, lambda: eagle_files(module, dtype, options.target_layers), dtype=dtype, overwrite=overwrite,
+        options=ReadOptions(layout="eagle", target_layers=options.target_layers),
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""What a folder holds: layout, sizes, kind of vocabulary map, and what each engine would do with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelopt_eagle.errors import CheckpointError, EagleError
+
+from .engines import PROFILES, engine_reasons
+from .folders import resolve_checkpoint
+from .loader import read_head
+from .names import module_tensors
+from .readers import ReadOptions, detect_layout
+from .universal import aux_ids_of, dtype_name
+from .vocabulary import map_kind
+from .weights import read_json, read_tensors
+
+
+@dataclass
+class Inspection:
+    """Findings about a folder.
+
+    Attributes:
+        layout: which tool's it is; ``map``: ``identity``, ``reduced`` or ``missing``.
+        config: our reading of it, if it can be read; else ``problem`` says why not.
+        left_out: tensors that are not of the head.
+        engines: engine to the reasons why it would not serve the head as trained (none: it would).
+    """
+
+    folder: str
+    layout: str
+    map: str
+    draft_vocab_size: int | None
+    vocab_size: int | None
+    aux_layer_ids: list[int] | None
+    dtypes: list[str]
+    parameters: int
+    tensors: dict[str, list[int]] = field(repr=False)
+    config: dict[str, Any] | None = None
+    problem: str | None = None
+    left_out: list[str] = field(default_factory=list)
+    engines: dict[str, list[str]] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The findings as lines."""
+        lines = [
+            f"folder      {self.folder}",
+            f"layout      {self.layout}",
+            f"vocabulary  {self.map}: {self.draft_vocab_size} of {self.vocab_size} tokens",
+            f"captures    {self.aux_layer_ids or 'not said'} (output of layer k, 0-based)",
+            f"numbers     {self.parameters / 1e6:.1f} M in {', '.join(self.dtypes)}",
+        ]
+        if self.config:
+            shown = {k: v for k, v in self.config.items() if v not in (None, False, {}, [])}
+            lines.append("config      " + ", ".join(f"{key} {value}" for key, value in shown.items()))
+        if self.left_out:
+            lines.append(f"left out    {', '.join(self.left_out)}")
+        for engine, reasons in self.engines.items():
+            label = f"{engine} {PROFILES[engine].version}"
+            lines.append(f"engine      {label}: " + ("serves it as trained" if not reasons else "does not:"))
+            lines += [f"            - it {reason}" for reason in reasons]
+        if self.problem:
+            lines.append(f"problem     {self.problem}")
+        return "\n".join(lines)
+
+
+def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Inspection:
+    """Look into a folder without refusing what is wrong with it.
+
+    Raises:
+        CheckpointError: nothing there that could be looked into (no folder, no readable weights or config).
+    """
+    folder = resolve_checkpoint(path)
+    stored = read_tensors(folder)
+    try:
+        tensors, _ = module_tensors(stored)
+    except CheckpointError:
+        tensors = stored
+    training = not (folder / "config.json").is_file()
+    data = read_json(folder / ("draft_config.json" if training else "config.json"))
+    layout = "training"
+    if not training:
+        try:
+            layout = detect_layout(data, stored, str(folder))
+        except CheckpointError:
+            layout = "unknown"
+    layer = data.get("transformer_layer_config") or data
+    rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else data.get("draft_vocab_size")
+    vocab_size = len(tensors["t2d"]) if "t2d" in tensors else layer.get("vocab_size")
+    found = Inspection(
+        folder=str(folder),
+        layout=layout,
+        map=map_kind(tensors, rows, vocab_size),
+        draft_vocab_size=rows,
+        vocab_size=vocab_size,
+        aux_layer_ids=None,
+        dtypes=sorted({dtype_name(t.dtype) for t in stored.values() if t.is_floating_point()}),
+        parameters=sum(t.numel() for t in stored.values() if t.is_floating_point()),
+        tensors={name: list(tensor.shape) for name, tensor in stored.items()},
+    )
+    try:
+        head = read_head(folder, options=options)
+        found.config, found.left_out = head.config.to_dict(), head.left_out
+        found.aux_layer_ids = list(head.config.aux_layer_ids)
+    except EagleError as error:
+        found.problem = str(error)
+        if not training:
+            try:
+                ids = aux_ids_of(data, str(folder))
+                found.aux_layer_ids = list(ids) if ids else None
+            except CheckpointError:
+                pass  # the contradiction is the problem above
+    if not training and layout != "speculators":
+        found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in PROFILES}
+    return found
