@@ -2,7 +2,8 @@
 
 No template family is known here. A server renders the turns so far with the generation prompt, and the target
 continues that text; so an answer begins where the rendering *with the generation prompt* ends, and whatever the
-generation prompt supplies (a role header, an empty pair of think tags) is context. Where an answer ends is found by
+generation prompt supplies (a role header, an empty pair of think tags) is context, as is text that the template adds
+between the prompt and the content. Where an answer ends is found by
 rendering it with two different characters added: what the two texts have in common at the end is what the template adds
 behind an answer, its *tail*.
 """
@@ -90,47 +91,65 @@ def render_conversation(tokenizer, conversation: Conversation) -> list[RenderedR
 
 
 def _serve(tokenizer, conversation: Conversation, turn: int) -> RenderedRow:
-    """The text of the server for one answer: generation prompt, then what the target wrote."""
+    """The text of the server for one answer: generation prompt, then what the target wrote, then the tail."""
     messages = conversation.messages
+    message, where = messages[turn], f"{conversation.place}, turn {turn}"
     prompt = render_text(tokenizer, messages[:turn], add_generation_prompt=True)
     whole = render_text(tokenizer, messages[: turn + 1], add_generation_prompt=False)
-    start = _answer_start(prompt, whole, messages[turn].content, conversation.place, turn)
-    answer = whole[start:]
-    tail = _tail(tokenizer, messages[:turn], messages[turn].content)
-    if not answer.endswith(tail):
+    tail = _tail(tokenizer, messages[:turn], message.content)
+    if not whole.endswith(tail):
+        raise RowRejected("template_unstable", f"{where}: the template ends this answer unlike others")
+    answer = _answer(prompt, whole[: len(whole) - len(tail)], message.content, where)
+    start = len(prompt) + len(_supplied(answer, message.content))
+    body_end = len(prompt) + len(answer)
+    span = AnswerSpan(start, body_end, body_end + len(tail), turn, message.finish_reason == "length")
+    return RenderedRow(conversation.id, prompt + answer + tail, [span], messages[: turn + 1])
+
+
+def _answer(prompt: str, whole: str, content: str, where: str) -> str:
+    """What stands behind ``prompt`` when the target has written ``content``; ``whole`` is the rendering without tail.
+
+    Usually ``whole`` begins with ``prompt``, and the answer is the rest. Two liberties of templates are followed: text
+    supplied with the generation prompt may be missing from finished turns (the answer then begins at its content,
+    provided that all before it is a beginning of ``prompt``), and finished turns may lose their beginning (reasoning),
+    which the target did write.
+    """
+    common = len(os.path.commonprefix([prompt, whole]))
+    supplied, written = prompt[common:], content.strip()
+    start = common
+    if supplied:
+        found = max(whole.rfind(text, 0, common + len(text)) for text in (content, written))
+        start = found if found >= 0 else common
+    rendered = whole[start:]
+    if supplied and found < 0 and not _shortened(rendered, written):
         raise RowRejected(
             "template_unstable",
-            f"{conversation.place}, turn {turn}: the template ends this answer unlike other answers",
+            f"{where}: the rendered answer does not follow the generation prompt "
+            f"(they part after {prompt[max(0, common - 20) : common]!r}); no boundary can be trusted",
         )
-    begin = len(prompt)
-    body_end = begin + len(answer) - len(tail)
-    cut = messages[turn].finish_reason == "length"
-    span = AnswerSpan(begin, body_end, begin + len(answer), turn, cut)
-    return RenderedRow(conversation.id, prompt + answer, [span], messages[: turn + 1])
+    if _shortened(rendered, written):
+        return written.removeprefix(supplied.strip()).lstrip("\n") if supplied.strip() else written
+    return rendered
 
 
-def _answer_start(prompt: str, whole: str, content: str, place: str, turn: int) -> int:
-    """Where in ``whole`` the answer begins that the target would write behind ``prompt``.
+def _shortened(rendered: str, written: str) -> bool:
+    """Whether the template left out the beginning of what the target wrote."""
+    kept = rendered.strip()
+    return bool(kept) and kept != written and written.endswith(kept)
 
-    Usually ``whole`` begins with ``prompt``. A template may supply text with the generation prompt that it leaves out
-    of finished turns; then the answer begins at its content, provided that all before it is a beginning of ``prompt``.
+
+def _supplied(answer: str, content: str) -> str:
+    """The text between generation prompt and content that the template adds to finished turns: empty think tags.
+
+    The target did not write it. White space alone belongs to the answer: it is part of its first token.
     """
-    if whole.startswith(prompt):
-        return len(prompt)
-    common = len(os.path.commonprefix([prompt, whole]))
-    for text in (content, content.strip()):
-        start = whole.rfind(text, 0, common + len(text)) if text else -1
-        if start >= 0:
-            return start
-    raise RowRejected(
-        "template_unstable",
-        f"{place}, turn {turn}: the rendered answer does not follow the generation prompt "
-        f"(they part after {prompt[max(0, common - 20) : common]!r}); no boundary can be trusted",
-    )
+    written, answer = content.strip(), answer.rstrip()
+    head = answer[: len(answer) - len(written)] if written and answer.endswith(written) else ""
+    return head if head.strip() else ""
 
 
 def _tail(tokenizer, before: tuple[Message, ...], content: str) -> str:
-    """What the template adds behind this answer: what two renderings, each with another character added, share at the end."""
+    """What the template adds behind this answer: the common end of its renderings with either probe added."""
     first, second = (
         render_text(tokenizer, (*before, Message("assistant", content + probe)), add_generation_prompt=False)
         for probe in _PROBES

@@ -25,6 +25,12 @@ EMPTY_THINK = (
 PROMPT_ONLY_THINK = CHATML_TEMPLATE.replace(
     "'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think></think>' }}"
 )
+HISTORY_ONLY_THINK = EMPTY_THINK.replace("assistant\n<think></think>' }}", "assistant\n' }}")
+REASONING_PROMPT = (  # the prompt opens the reasoning, finished turns lose it
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' "
+    "+ (m.content.split('</think>')[-1] if m.role == 'assistant' else m.content) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 FORGETS_THINK = (
     "{% for m in messages %}{% set c = m.content %}"
     "{% if m.role == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}"

@@ -1,13 +1,13 @@
 """Which tokens are learned: exactly what the target writes, under templates of every shape."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from data_toy import (
     EMPTY_THINK,
     FORGETS_THINK,
+    HISTORY_ONLY_THINK,
     PLAIN,
     PROMPT_ONLY_THINK,
+    REASONING_PROMPT,
     TAGGED,
     TEMPLATES,
     UNSTABLE,
@@ -16,6 +16,8 @@ from data_toy import (
     talk,
     tokenizer_with,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelopt_eagle.data import Conversation, Message, render, template_hash, tokenize_conversations
 from modelopt_eagle.errors import DataError
@@ -41,7 +43,7 @@ def test_three_turns_under_three_templates(name):
 
 
 def test_what_the_generation_prompt_supplies_is_context():
-    for template in (EMPTY_THINK, PROMPT_ONLY_THINK):
+    for template in (EMPTY_THINK, PROMPT_ONLY_THINK, HISTORY_ONLY_THINK):
         tokenizer = tokenizer_with(template)
         (row,) = render(tokenizer, talk("hi", "hello"))
         assert learned(tokenizer, row) == ["hello<|im_end|>"]
@@ -55,6 +57,18 @@ def test_prompt_supplied_text_missing_from_history_makes_a_row_per_answer():
     assert [learned(tokenizer, row) for row in rows] == [["b<|im_end|>"], ["d<|im_end|>"]]
     assert texts[0].endswith("<think></think>b<|im_end|>\n")
     assert "assistant\nb<|im_end|>" in texts[1] and texts[1].endswith("<think></think>d<|im_end|>\n")
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_reasoning_that_finished_turns_lose_is_learned(opening):
+    tokenizer = tokenizer_with(REASONING_PROMPT)
+    rows = render(tokenizer, talk("q1", f"{opening}hm</think>yes", "q2", f"{opening}oh</think>no"))
+    assert [learned(tokenizer, row) for row in rows] == [["hm</think>yes<|im_end|>"], ["oh</think>no<|im_end|>"]]
+    text = tokenizer.decode(rows[1].input_ids)
+    assert "assistant\nyes<|im_end|>" in text and text.endswith("assistant\n<think>\noh</think>no<|im_end|>\n")
+    always = tokenizer_with(REASONING_PROMPT.replace("<think>\n' }}", "' }}"))
+    (row,) = render(always, talk("q1", "<think>hm</think>yes"))
+    assert learned(always, row) == ["<think>hm</think>yes<|im_end|>"]
 
 
 def test_a_template_that_rewrites_history_is_trained_as_served():
