@@ -21,6 +21,10 @@ class FeatureError(EagleError):
     """Stored or streamed features that break their contract."""
 
 
+class TrainingError(EagleError):
+    """Training that cannot go on: a loss that is not finite, or nothing to learn from."""
+
+
 class CheckpointError(EagleError):
     """A draft checkpoint that is cut short or does not fit."""
 

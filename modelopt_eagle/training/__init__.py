@@ -3,4 +3,19 @@
 from .loss import LossOutput, distillation_loss
 from .rollout import RolloutOutput, rollout
 
-__all__ = ["LossOutput", "RolloutOutput", "distillation_loss", "rollout"]
+__all__ = ["LossOutput", "RolloutOutput", "TrainingResult", "distillation_loss", "rollout", "train"]
+
+
+def train(recipe):
+    """Train a head as a recipe says; returns a :class:`TrainingResult`. See :func:`modelopt_eagle.training.main.train`."""
+    from .main import train as run
+
+    return run(recipe)
+
+
+def __getattr__(name: str):
+    if name == "TrainingResult":
+        from .trainer import TrainingResult
+
+        return TrainingResult
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

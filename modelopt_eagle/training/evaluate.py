@@ -1,0 +1,53 @@
+"""The acceptance walk over held-out rows, on all processes together."""
+
+from __future__ import annotations
+
+import torch
+
+from .acceptance import WalkResult, acceptance_walk
+from .step import TrainingStep
+
+
+@torch.no_grad()
+def evaluate(step: TrainingStep, source, accelerator, *, batch_size: int, num_steps: int) -> WalkResult:
+    """Acceptance length of the head on a feature source.
+
+    The head's mode (``training``) and the random state are left as they were.
+
+    Args:
+        step: the training step, without wrappers.
+        source: a :class:`~modelopt_eagle.features.FeatureSource` of rows that the target answered greedily.
+        accelerator: whose processes share the rows.
+        batch_size: rows of a batch.
+        num_steps: K, drafted tokens a step.
+    """
+    from accelerate.utils import gather_object
+
+    was_training = step.training
+    step.eval()
+    walked = WalkResult(num_steps)
+    try:
+        with torch.random.fork_rng(enabled=True):
+            for batch in source.batches(
+                0, batch_size=batch_size, seed=0, rank=accelerator.process_index, world_size=accelerator.num_processes
+            ):
+                if batch is None:
+                    continue
+                batch = step.place(batch, accelerator.device)
+                with torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=step.bf16):
+                    walked.extend(
+                        acceptance_walk(
+                            step.module,
+                            step.embed(batch.input_ids),
+                            batch.aux_hidden,
+                            batch.supervised,
+                            batch.target_top1,
+                            num_steps,
+                            batch.document_ids,
+                        )
+                    )
+    finally:
+        step.train(was_training)
+    if accelerator.num_processes > 1:
+        walked = WalkResult(num_steps, gather_object(walked.accepted))
+    return walked

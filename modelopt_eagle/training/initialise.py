@@ -1,0 +1,84 @@
+"""Starting weights: random from the seed, or the target's own last layer, final norm and head rows.
+
+With ``target`` the untrained head computes what the target's last layer would: ``fc`` passes the last captured layer
+through, the halves of q, k and v that read the state are the last layer's own, those that read the token embedding are
+zero (their gradient is not), and norm and head rows are the target's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.errors import RecipeError
+
+
+def random_module(config: DraftConfig, vocab: DraftVocab, seed: int) -> EagleModule:
+    """A head drawn from the seed; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return EagleModule(config, vocab)
+
+
+@torch.no_grad()
+def start_from_target(module: EagleModule, target) -> None:
+    """Copy the target's last layers (one for each of the head's), final norm and head rows into a head.
+
+    Raises:
+        RecipeError: the target's layer is not built like the head's (names or shapes differ).
+    """
+    config, width = module.config, module.config.hidden_size
+    if config.decoder_type != "llama" or config.norm_before_fc or config.fc_norm:
+        raise RecipeError(
+            "eagle.init: target needs decoder_type: llama without norm_before_fc and fc_norm: set eagle.init: random"
+        )
+    module.fc.weight.zero_()
+    module.fc.weight[:, -config.target_hidden_size :].copy_(torch.eye(width))
+    module.norm.weight.copy_(norm_weight(target.final_norm, width))
+    module.lm_head.weight.copy_(target.head.rows(module.target_ids) * target.head.scale)
+    count = len(module.layers)
+    for index, (layer, source) in enumerate(zip(module.layers, target.layers[-count:], strict=True)):
+        _copy_layer(layer, source, width, first=index == 0)
+
+
+def _copy_layer(layer, source: nn.Module, width: int, first: bool) -> None:
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        own, theirs = getattr(layer.self_attn, name), _part(source, f"self_attn.{name}")
+        weight = own.weight
+        if first and name != "o_proj":
+            weight[:, :width].zero_()  # reads the token embedding
+            weight = weight[:, width:]
+        _copy(weight, theirs.weight, name)
+        if own.bias is not None:
+            _copy(own.bias, torch.zeros_like(own.bias) if theirs.bias is None else theirs.bias, name)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _copy(getattr(layer.mlp, name).weight, _part(source, f"mlp.{name}").weight, name)
+    before = norm_weight(_part(source, "input_layernorm"), width)
+    (layer.hidden_norm if first else layer.input_layernorm).weight.copy_(before)
+    layer.post_attention_layernorm.weight.copy_(norm_weight(_part(source, "post_attention_layernorm"), width))
+
+
+def norm_weight(norm: nn.Module, width: int) -> torch.Tensor:
+    """``[H]`` factor that a root-mean-square norm applies, however its parameter is written (``w`` or ``1 + w``)."""
+    reference = next(norm.parameters())
+    return norm(torch.ones(1, width, device=reference.device, dtype=reference.dtype)).squeeze(0).float().cpu()
+
+
+def _part(source: nn.Module, path: str) -> nn.Module:
+    try:
+        return source.get_submodule(path)
+    except AttributeError:
+        raise RecipeError(
+            f"eagle.init: target looks for {path} in the target's last layer ({type(source).__name__}) and finds "
+            "none: set eagle.init: random"
+        ) from None
+
+
+def _copy(own: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+    if own.shape != theirs.shape:
+        raise RecipeError(
+            f"eagle.init: target: {name} is {list(theirs.shape)} in the target, the head's is {list(own.shape)}: leave "
+            "the head's sizes at null, or set eagle.init: random"
+        )
+    own.copy_(theirs)

@@ -1,0 +1,40 @@
+"""``train``: one call from a recipe to checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from modelopt_eagle.recipe import Recipe
+
+from .checkpoint import BEST
+from .run import assemble, claim_output, finished_state, make_accelerator
+from .trainer import Trainer, TrainingResult, make_result
+
+
+def train(recipe: Recipe) -> TrainingResult:
+    """Train a head, or go on where an earlier start of the same recipe stopped.
+
+    Args:
+        recipe: from :func:`modelopt_eagle.recipe.load_recipe`.
+
+    Returns:
+        where the checkpoints are and what was reached. A run that is finished already returns at once.
+
+    Raises:
+        RecipeError: the output folder holds a run of another recipe.
+        EagleError: see the rooms of target, data, features and checkpoints.
+    """
+    accelerator = make_accelerator(recipe)
+    claim_output(recipe, accelerator.is_main_process)
+    folder = Path(recipe.training.output_dir)
+
+    def say(line: str) -> None:
+        if accelerator.is_main_process:
+            print(line, file=sys.stderr, flush=True)
+
+    state = finished_state(recipe)
+    if state is not None:
+        say(f"{folder}: training is complete (step {state['step']})")
+        return make_result(folder, state, (folder / BEST).resolve(), [])
+    return Trainer(recipe, assemble(recipe, accelerator, say), accelerator).fit()

@@ -1,0 +1,54 @@
+"""Sums between two log lines: loss, accuracy of each rollout step, rate."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .loss import LossOutput
+
+
+class Meter:
+    """Adds up micro-batches on the device; nothing is read back before :meth:`take`.
+
+    Args:
+        decay: weight base of the rollout steps, for the total loss.
+        accelerator: whose processes are added together.
+    """
+
+    def __init__(self, decay: float, accelerator):
+        self.decay, self.accelerator = decay, accelerator
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.steps = self.tokens = 0
+        self._sums: torch.Tensor | None = None
+        self._since = time.monotonic()
+
+    def add(self, output: LossOutput) -> None:
+        """Add a micro-batch (``per_step`` is its share of the step's global mean)."""
+        values = torch.stack((output.per_step.double(), output.valid_counts.double(), output.top1_hits.double()))  # [3,K]
+        self._sums = values if self._sums is None else self._sums + values
+
+    def take(self) -> dict:
+        """Means since the last call, over all processes, and begin anew.
+
+        Returns:
+            ``loss`` (decayed sum over rollout steps), ``per_step [K]``, ``accuracy [K]`` (share of counted positions
+            whose draft is the target's choice; outside the draft vocabulary is a miss), ``tokens_per_second``,
+            ``seconds_per_step``.
+        """
+        sums, counts, hits = self.accelerator.reduce(self._sums, "sum").tolist()
+        seconds = time.monotonic() - self._since
+        per_step = [value / self.steps for value in sums]
+        metrics = {
+            "loss": sum(value * self.decay**k for k, value in enumerate(per_step)),
+            "per_step": per_step,
+            "accuracy": [hit / max(count, 1.0) for hit, count in zip(hits, counts, strict=True)],
+            "tokens_per_second": self.tokens / max(seconds, 1e-9),
+            "seconds_per_step": seconds / self.steps,
+        }
+        self.reset()
+        return metrics

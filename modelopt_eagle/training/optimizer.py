@@ -1,0 +1,122 @@
+"""AdamW for everything, or Muon for the weight matrices between embedding and head.
+
+Weight decay is decoupled and acts on matrices only. Every group keeps its peak learning rate under ``peak_lr``, so that
+one factor from the schedule drives all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic that takes singular values in (0, 1] near 1 in five steps (Keller Jordan, Muon)."""
+
+
+def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The nearest semi-orthogonal matrix, roughly: ``U·Vᵀ`` of the singular value decomposition.
+
+    Args:
+        matrix: ``[m, n]``. The arithmetic is bf16 on an accelerator and the matrix's own dtype on a CPU, where bf16
+            products are slow.
+        steps: Newton-Schulz iterations.
+
+    Returns:
+        ``[m, n]`` in the matrix's dtype, singular values within about [0.7, 1.2].
+    """
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.bfloat16() if matrix.device.type != "cpu" else matrix
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x  # [min,max]
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T  # [min,min]
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if tall else x).to(matrix.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is made orthogonal, scaled to the size of an AdamW update.
+
+    The factor ``0.2 · sqrt(max(m, n))`` gives the update the root mean square that AdamW's has, so that learning rates
+    and weight decay carry over (Moonshot, "Muon is scalable for LLM training", 2025).
+
+    Args:
+        params: 2-D parameters, or groups of them.
+        lr: learning rate.
+        momentum: of the Nesterov average.
+        weight_decay: decoupled.
+    """
+
+    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() != 2:
+                    raise ValueError(f"Muon takes matrices, found a parameter of shape {list(parameter.shape)}")
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update; parameters without a gradient stay."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                average = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
+                update = orthogonalise(parameter.grad.lerp(average, group["momentum"]))  # [m,n]
+                scale = 0.2 * math.sqrt(max(parameter.shape))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * scale)
+
+
+def build_optimizers(module: nn.Module, training) -> list[torch.optim.Optimizer]:
+    """The optimisers of a recipe.
+
+    Args:
+        module: the head.
+        training: the recipe's ``training`` section (``optimizer``, ``learning_rate``, ``weight_decay``, ``adam_beta*``).
+
+    Returns:
+        one AdamW, or a Muon for the matrices of ``layers`` and ``fc`` and an AdamW for the rest. Each parameter group
+        holds ``peak_lr``.
+    """
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    muon = [p for name, p in named if training.optimizer == "muon" and is_inner_matrix(name, p)]
+    chosen = {id(p) for p in muon}
+    rest = [p for _, p in named if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=training.learning_rate,
+            betas=(training.adam_beta1, training.adam_beta2),
+            fused=all(p.device.type in ("cpu", "cuda") for p in rest),
+        )
+    ]
+    if muon:
+        optimizers.insert(0, Muon(muon, training.learning_rate, weight_decay=training.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = training.learning_rate
+    return optimizers
+
+
+def is_inner_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon takes a parameter: a matrix of the decoder layers, or ``fc``."""
+    return parameter.dim() == 2 and name.startswith(("layers.", "fc."))
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> float:
+    """Set every group to ``peak_lr · factor``; returns the learning rate of the first."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+    return optimizers[0].param_groups[0]["lr"]

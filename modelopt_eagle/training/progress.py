@@ -1,0 +1,116 @@
+"""What a run shows and logs: a bar on a terminal, lines in a log file, scalars for tensorboard or wandb."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from modelopt_eagle.errors import MissingExtraError, require_extra
+
+
+def clock(seconds: float) -> str:
+    """``h:mm:ss``, or ``m:ss`` below an hour."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+class ProgressView:
+    """Shows how far training is. Every process has one; all but the first stay silent.
+
+    Args:
+        total_steps: of the run.
+        visible: whether this process prints.
+        stream: where to; a bar of rich is drawn if it is a terminal.
+    """
+
+    def __init__(self, total_steps: int, visible: bool = True, stream=None):
+        self.total_steps, self.visible = total_steps, visible
+        self.stream = sys.stderr if stream is None else stream
+        self._bar = self._task = None
+
+    def __enter__(self) -> ProgressView:
+        if self.visible and self.stream.isatty():
+            progress = require_extra("rich.progress", "train")
+            console = require_extra("rich.console", "train").Console(file=self.stream)
+            self._bar = progress.Progress(
+                progress.TextColumn("train"),
+                progress.BarColumn(bar_width=24),
+                progress.TextColumn("{task.fields[text]}"),
+                console=console,
+                transient=False,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("train", total=1.0, text="")
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if not self.visible:
+            return
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def update(self, share: float, text: str) -> None:
+        """Move the bar; nothing happens without a terminal."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=share, text=text)
+
+    def log_line(self, text: str) -> None:
+        """A line for a log file; a terminal shows the same in its bar."""
+        if self._bar is None:
+            self.say(text)
+
+
+def progress_text(step: int, total: int, metrics: dict, remaining: float) -> str:
+    """One line: step, loss, accuracy of each rollout step, rate, remaining time."""
+    accuracy = " ".join(f"{share:.2f}" for share in metrics["accuracy"])
+    return (
+        f"step {step}/{total} | loss {metrics['loss']:.3f} | accuracy {accuracy} | "
+        f"{metrics['tokens_per_second']:.0f} tokens/s | {clock(remaining)} left"
+    )
+
+
+class MetricLog:
+    """Scalars for tensorboard, wandb or nobody.
+
+    Args:
+        kind: ``tensorboard``, ``wandb`` or ``none``.
+        folder: the run's output folder; tensorboard writes into ``logs`` below it.
+        config: plain values to record once.
+        step: first step of this process; what an earlier one logged beyond it is superseded.
+    """
+
+    def __init__(self, kind: str, folder: Path, config: dict, step: int = 0):
+        self._writer = self._run = None
+        if kind == "tensorboard":
+            tensorboard = require_extra("torch.utils.tensorboard", "train")
+            self._writer = tensorboard.SummaryWriter(str(folder / "logs"), purge_step=step)
+        elif kind == "wandb":
+            try:
+                import wandb
+            except ImportError as error:
+                raise MissingExtraError("training.report_to is wandb: pip install wandb, or set tensorboard") from error
+            self._run = wandb.init(
+                project="modelopt_eagle", id=folder.resolve().name, resume="allow", dir=str(folder), config=config
+            )
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Log scalars of an optimiser step."""
+        if self._writer is not None:
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+        if self._run is not None:
+            self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        """Flush and end."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._run is not None:
+            self._run.finish()

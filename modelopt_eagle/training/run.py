@@ -1,0 +1,190 @@
+"""Assembling a run: from a recipe to the head, the features and the teacher that the trainer works with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from modelopt_eagle.draft import DraftConfig, EagleModule, check_aux_layer_ids, default_aux_layer_ids
+from modelopt_eagle.errors import RecipeError, require_extra
+from modelopt_eagle.features import FeatureSource
+from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
+from modelopt_eagle.target import load_target, load_target_tables
+
+from .checkpoint import RECIPE, STATE, CheckpointFolder
+from .heads import continued_head, new_head
+from .sources import RunData, from_store, from_target
+from .step import TeacherTables, TrainingStep
+
+PATIENCE = timedelta(hours=4)
+"""How long processes wait for each other; one of them may tokenise or compute features for long."""
+
+
+@dataclass
+class Run:
+    """What the trainer works with.
+
+    Attributes:
+        step: the head with its loss.
+        source: features to train on.
+        eval_source: features of held-out rows, or ``None``.
+        provenance: plain values that a resumed run must find again.
+        header: what was printed about it.
+    """
+
+    step: TrainingStep
+    source: FeatureSource
+    eval_source: FeatureSource | None
+    provenance: dict
+    header: list[str]
+
+
+def make_accelerator(recipe: Recipe):
+    """The accelerator of a run; its processes come from ``accelerate launch`` or ``torchrun``."""
+    accelerate = require_extra("accelerate", "train")
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    return accelerate.Accelerator(
+        cpu=recipe.model.device == "cpu" or not torch.accelerator.is_available(),
+        mixed_precision="no",  # autocast is the step's own, see TrainingStep
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=PATIENCE),
+        ],
+    )
+
+
+def claim_output(recipe: Recipe, is_main: bool = True) -> None:
+    """Make sure that the output folder is new or holds a run of the same recipe, and write ``recipe.yaml``.
+
+    Raises:
+        RecipeError: it holds a run of another recipe (each differing key is listed), or a run at all and
+            ``training.resume`` is ``never``.
+    """
+    folder = Path(recipe.training.output_dir)
+    previous = folder / RECIPE
+    if CheckpointFolder(folder).steps():
+        if recipe.training.resume == "never":
+            raise RecipeError(
+                f"training.resume is never and {folder} holds checkpoints of an earlier run: name another "
+                "training.output_dir, remove that one, or set training.resume=auto"
+            )
+        if previous.is_file() and (differing := same_recipe(recipe, previous)):
+            raise RecipeError(
+                f"{folder} holds a run of another recipe; differing: {_differences(recipe, previous, differing)}. Name "
+                "another training.output_dir, or give the same values to go on"
+            )
+    if is_main:
+        dump_resolved(recipe, previous)
+
+
+def _differences(recipe: Recipe, previous: Path, keys: list[str]) -> str:
+    from modelopt_eagle.recipe import load_recipe
+
+    before = load_recipe(previous)
+
+    def value(of: Recipe, key: str):
+        section, name = key.split(".")
+        return getattr(getattr(of, section), name)
+
+    return "; ".join(f"{key} was {value(before, key)!r}, is {value(recipe, key)!r}" for key in keys)
+
+
+def finished_state(recipe: Recipe) -> dict | None:
+    """``trainer_state.json`` of a run that came to its end in this output folder, or ``None``."""
+    checkpoints = CheckpointFolder(recipe.training.output_dir)
+    for step in reversed(checkpoints.steps()):
+        state = json.loads((checkpoints.path(step) / STATE).read_text(encoding="utf-8"))
+        return state if state["finished"] else None
+    return None
+
+
+def target_arguments(recipe: Recipe, device: torch.device) -> dict:
+    """Keyword arguments of ``load_target`` and ``load_target_tables`` for a recipe on a device."""
+    model = recipe.model
+    place = str(device) if model.device == "auto" else model.device
+    dtype = "float32" if model.dtype == "auto" and place == "cpu" else model.dtype
+    return {
+        "dtype": dtype,
+        "device": place,
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "chat_template": model.chat_template,
+    }
+
+
+def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
+    """Load, read, check and build everything that comes before the first step.
+
+    Args:
+        recipe: of the run.
+        accelerator: from :func:`make_accelerator`.
+        say: prints a line; called on every process, so let it print on the first only.
+
+    Raises:
+        EagleError: whatever is wrong with recipe, target, data or features.
+    """
+    offline = recipe.data.offline_data_path is not None
+    arguments = target_arguments(recipe, accelerator.device)
+    head = continued_head(recipe) if recipe.model.draft_init is not None else None
+    if offline:
+        target = load_target_tables(recipe.model.base_model, **arguments)
+        embedding, config = target.embedding_weight, target.config
+    else:
+        target = load_target(
+            recipe.model.base_model, attn_implementation=recipe.model.attn_implementation, **arguments
+        )
+        embedding, config = target.embedding.weight, target.config
+    ids = head.config.aux_layer_ids if head is not None else layer_ids(recipe, config)
+    identity = target.identity()
+    say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "
+        f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
+    if not offline:
+        target.check_parity(parity_sample(target))
+    data = from_store(recipe, target, ids, say) if offline else from_target(recipe, target, ids, accelerator, say)
+    if head is None:
+        head = new_head(recipe, target, data, ids, None if offline else target)
+    else:
+        head.config.training_length = max(head.config.training_length or 0, max(data.train.lengths))
+    head = head.float().to(accelerator.device).train()
+    tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
+    step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
+    header = [*data.header, *head_lines(head, identity)]
+    for line in header[len(data.header) :]:
+        say(line)
+    provenance = {
+        "target": identity,
+        "aux_layer_ids": list(ids),
+        "data": data.fingerprint,
+        "rows": len(data.train.lengths),
+    }
+    return Run(step, data.train, data.held_out, provenance, header)
+
+
+def layer_ids(recipe: Recipe, config) -> tuple[int, ...]:
+    """The auxiliary layers of a recipe, checked against the target's."""
+    wanted, layers = recipe.eagle.aux_layer_ids, config.num_hidden_layers
+    return default_aux_layer_ids(layers) if wanted is None else check_aux_layer_ids(wanted, layers)
+
+
+def parity_sample(target, length: int = 32) -> torch.Tensor:
+    """``[1, length]`` token ids to compare the rebuilt logits on, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, target.vocab_size, (1, length), generator=generator)
+
+
+def head_lines(head: EagleModule, identity: dict) -> list[str]:
+    """What is trained and how much memory it takes."""
+    config: DraftConfig = head.config
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    vocab = "the full vocabulary" if head.vocab.is_identity else f"{config.draft_vocab_size} of {config.vocab_size} tokens"
+    return [
+        f"head: {trained / 1e6:.2f} M parameters, all trained; nothing of {identity['model']} is. It drafts {vocab}",
+        f"memory: {trained * 16 / 2**20:.0f} MiB for weights, gradients and optimiser; a checkpoint takes "
+        f"{trained * 12 / 2**20:.0f} MiB",
+    ]

@@ -1,0 +1,191 @@
+"""The data of a run as feature sources: made online, kept in memory or on disk, read from a store, or streamed."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.data import DataReport, ProgressBar, TokenizedDataset, prepare_dataset
+from modelopt_eagle.errors import DataError, RecipeError
+from modelopt_eagle.features import FeatureContract, FeatureSource, MemorySource, OnlineSource
+from modelopt_eagle.features.dump import TargetBackEnd, dump
+from modelopt_eagle.features.offline import OfflineSource
+from modelopt_eagle.features.store import StoreReader, dataset_hash
+from modelopt_eagle.recipe import Recipe
+
+CACHE_SHARD_BYTES = 32 * 2**20
+"""Shards of ``cache_features: disk``; killing the feature stage loses at most one."""
+
+HELD_OUT_LEAST, HELD_OUT_MOST, HELD_OUT_FROM_ROWS = 8, 64, 100
+
+
+@dataclass
+class RunData:
+    """Features to train on and to evaluate on.
+
+    Attributes:
+        train, held_out: sources; ``held_out`` is ``None`` without evaluation rows.
+        counts: ``[V]`` int64 how often each token is supervised in the training rows.
+        header: the account of the data, for the head of the run.
+        fingerprint: hash of the training rows' tokens and masks.
+    """
+
+    train: FeatureSource
+    held_out: FeatureSource | None
+    counts: Tensor
+    header: list[str]
+    fingerprint: str
+
+
+class Rows:
+    """A reader of some rows of another, so that a store can be split without copying.
+
+    Args:
+        reader: anything with ``contract, lengths, row(number)``.
+        numbers: rows to show, in this order.
+    """
+
+    def __init__(self, reader, numbers: list[int]):
+        self._reader, self._numbers = reader, numbers
+        self.folder, self.contract = getattr(reader, "folder", "the reader"), reader.contract
+        self.lengths = [reader.lengths[number] for number in numbers]
+
+    def row(self, number: int):
+        """Row ``number`` of the selection."""
+        return self._reader.row(self._numbers[number])
+
+
+def held_out_rows(count: int) -> list[int]:
+    """Numbers of the rows kept for evaluation where the recipe names none: 2 %, spread evenly, none of a small set."""
+    if count < HELD_OUT_FROM_ROWS:
+        return []
+    wanted = min(HELD_OUT_MOST, max(HELD_OUT_LEAST, count // 50))
+    return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
+
+
+def read_data(recipe: Recipe, tokenizer, paths) -> TokenizedDataset:
+    """Conversations of a recipe, tokenised for a target."""
+    data = recipe.data
+    return prepare_dataset(
+        tokenizer,
+        paths,
+        unknown_role=data.unknown_role,
+        role_aliases=data.role_aliases,
+        max_rows=data.max_rows,
+        max_length=data.max_length,
+        overlong=data.overlong,
+    )
+
+
+def token_counts(rows, vocab_size: int) -> Tensor:
+    """``[V]`` int64: how often each token is supervised."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in rows:
+        ids = torch.as_tensor(row.input_ids)[torch.as_tensor(row.supervised, dtype=torch.bool)]
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunData:
+    """Features that the loaded target makes: in the step, or once into memory or a store."""
+    dataset = read_data(recipe, target.tokenizer, recipe.data.train_path)
+    rows, header = dataset.rows, dataset.header().splitlines()
+    if recipe.data.eval_path is not None:
+        held = read_data(recipe, target.tokenizer, recipe.data.eval_path).rows
+        header.append(f"evaluation: {len(held)} rows of {recipe.data.eval_path}")
+    else:
+        chosen = set(held_out_rows(len(rows)))
+        held = [row for number, row in enumerate(rows) if number in chosen]
+        rows = [row for number, row in enumerate(rows) if number not in chosen]
+        header.append(_held_out_line(len(held)))
+    for line in header:
+        say(line)
+
+    def make(part: list, name: str):
+        return _cached(recipe, target, part, aux_layer_ids, accelerator, name)
+
+    return RunData(
+        make(rows, "features"),
+        make(held, "evaluation features") if held else None,
+        token_counts(rows, target.vocab_size),
+        header,
+        dataset_hash(rows),
+    )
+
+
+def _cached(recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str) -> FeatureSource:
+    """A source of rows, as ``data.cache_features`` says."""
+    if recipe.data.cache_features == "none":
+        return OnlineSource(target, rows, aux_layer_ids)
+    tokens = sum(len(row.input_ids) for row in rows)
+    bar = ProgressBar(tokens, name, unit="tokens") if accelerator.is_main_process else None
+    if recipe.data.cache_features == "memory":
+        return MemorySource.from_target(
+            target, rows, aux_layer_ids, dtype=target.dtype,
+            progress=None if bar is None else lambda done, total: bar.advance(done - bar.done),
+        )  # fmt: skip
+    folder = Path(recipe.training.output_dir) / name.replace(" ", "_")
+
+    def begin(stored: int, missing: int) -> None:
+        if bar is not None:
+            bar.total = max(missing, 1)
+
+    back_end = TargetBackEnd(target, aux_layer_ids)
+    dump(
+        back_end, rows, folder, dtype=back_end.contract.dtype if target.dtype == torch.float32 else "bfloat16",
+        worker=(accelerator.process_index, accelerator.num_processes), shard_bytes=CACHE_SHARD_BYTES,
+        begin=begin, progress=None if bar is None else bar.advance,
+    )  # fmt: skip
+    accelerator.wait_for_everyone()
+    return OfflineSource(folder, FeatureContract.from_target(target, aux_layer_ids))
+
+
+def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
+    """Features read from ``data.offline_data_path``, without running the target.
+
+    Raises:
+        RecipeError: ``data.eval_path`` is set (its rows would need the target).
+        FeatureError: the store is damaged or was made by another target, tokenizer or template.
+    """
+    if recipe.data.eval_path is not None:
+        raise RecipeError(
+            "data.eval_path needs the target, which offline training does not run: set it to null (rows of the store "
+            "are held out)"
+        )
+    reader = StoreReader(recipe.data.offline_data_path)
+    identity = tables.identity()
+    expected = FeatureContract(
+        model=identity["model"], revision=identity["revision"], aux_layer_ids=aux_layer_ids, final_is_normed=True,
+        dtype="float32", tokenizer_hash=identity["tokenizer_hash"], template_hash=identity["template_hash"],
+        hidden_size=identity["hidden_size"], vocab_size=identity["vocab_size"],
+    )  # fmt: skip
+    chosen = set(held_out_rows(len(reader.lengths)))
+    parts = [[n for n in range(len(reader.lengths)) if (n in chosen) == held] for held in (False, True)]
+
+    def source(numbers: list[int]) -> OfflineSource:
+        return OfflineSource(Rows(reader, numbers), expected, final_norm=tables.final_norm, head=tables.head)
+
+    train = source(parts[0])
+    train.check_teacher(tables.head, final_norm=tables.final_norm)
+    report = DataReport(
+        read=len(reader.lengths), rows=len(reader.lengths), tokens=sum(reader.lengths), supervised=sum(reader.supervised)
+    )
+    header = [*report.header().splitlines(), f"features: {recipe.data.offline_data_path} ({reader.contract.dtype})",
+              _held_out_line(len(parts[1]))]  # fmt: skip
+    for line in header:
+        say(line)
+    if not report.supervised:
+        raise DataError(f"{recipe.data.offline_data_path} holds no supervised token, there is nothing to train on")
+    counts = token_counts((reader.row(number) for number in parts[0]), identity["vocab_size"])
+    fingerprint = hashlib.sha256(f"{reader.dataset_hash} {parts[0]}".encode()).hexdigest()
+    return RunData(train, source(parts[1]) if parts[1] else None, counts, header, fingerprint)
+
+
+def _held_out_line(count: int) -> str:
+    if not count:
+        return f"evaluation: none (fewer than {HELD_OUT_FROM_ROWS} rows, and data.eval_path is null)"
+    return f"evaluation: {count} of these rows are held out of training (data.eval_path names others)"

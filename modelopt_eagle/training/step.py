@@ -1,0 +1,209 @@
+"""One training step as one module: rollout and loss behind a single ``forward``.
+
+The trainer calls nothing else of the head, so that the hooks of data-parallel wrappers and of torch.compile see every
+use of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.features import FeatureBatch
+
+from .loss import CONVENTIONS, LossOutput, Teacher, counted_masks, distillation_loss, normaliser
+from .rollout import Documents, rollout
+
+
+@dataclass(frozen=True)
+class TeacherTables:
+    """What the loss reads of the target.
+
+    Attributes:
+        embedding: ``[V, Ht]`` token table, frozen; not read by heads with their own.
+        lm_head: ``[V, Ht]`` output head.
+        rows: ``[Vd, Ht]`` its rows for the draft vocabulary.
+        transform: what the target does to logits after the product (bias, scale, cap), or ``None`` for nothing.
+    """
+
+    embedding: Tensor
+    lm_head: Tensor
+    rows: Tensor
+    transform: Callable[[Tensor, Tensor | None], Tensor] | None
+
+    @classmethod
+    def make(cls, embedding: Tensor, head, target_ids: Tensor, device=None) -> TeacherTables:
+        """From the target's embedding ``[V, Ht]``, its ``TargetHead`` and the draft vocabulary's target ids ``[Vd]``."""
+        head = head.to(device=device)
+        return cls(embedding.to(device=device), head.weight, head.rows(target_ids), head_transform(head))
+
+
+def head_transform(head) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """The part of a ``TargetHead`` after the product, for logits of all tokens (ids ``None``) or of some."""
+    if head.bias is None and head.scale == 1.0 and head.cap is None:
+        return None
+
+    def transform(logits: Tensor, ids: Tensor | None) -> Tensor:
+        if head.bias is not None:
+            logits = logits + (head.bias if ids is None else head.bias[ids])
+        logits = logits * head.scale
+        return logits if head.cap is None else head.cap * torch.tanh(logits / head.cap)
+
+    return transform
+
+
+class TrainingStep(nn.Module):
+    """The head together with how it is trained.
+
+    Args:
+        module: the head; the only parameters in here.
+        tables: of the target.
+        eagle: the recipe's ``eagle`` section.
+        precision: ``float32`` or ``bf16`` (autocast of the matrix products; weights stay as they are).
+    """
+
+    def __init__(self, module: EagleModule, tables: TeacherTables, eagle, precision: str = "float32"):
+        super().__init__()
+        self.module = module
+        self.tables = tables
+        self.eagle = eagle
+        self.bf16 = precision == "bf16"
+
+    @property
+    def decay(self) -> float:
+        """Weight base of the rollout steps."""
+        return CONVENTIONS[self.eagle.convention].decay if self.eagle.loss_decay is None else self.eagle.loss_decay
+
+    def forward(
+        self, batch: FeatureBatch | None, normalizers: Tensor, generator: torch.Generator | None = None
+    ) -> LossOutput:
+        """Loss of one micro-batch.
+
+        Args:
+            batch: features; ``None``: this process has nothing in this step, and gives a zero that reaches every
+                parameter, so that the others do not wait for it.
+            normalizers: ``[K]`` counted positions of the whole step, over all micro-batches and processes.
+            generator: source of the mixed hidden states.
+
+        Returns:
+            :class:`~modelopt_eagle.training.loss.LossOutput`; sums over micro-batches and processes are exact.
+        """
+        if batch is None:
+            zero = sum((p.sum() * 0.0 for p in self.module.parameters() if p.requires_grad), normalizers.new_zeros(()))
+            empty = torch.zeros(self.eagle.ttt_steps, dtype=torch.int64, device=normalizers.device)
+            return LossOutput(zero, empty.float(), empty, empty)
+        eagle = self.eagle
+        device = batch.input_ids.device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
+            output = rollout(
+                self.module,
+                self.embed(batch.input_ids),
+                batch.aux_hidden,
+                eagle.ttt_steps,
+                batch.document_ids,
+                supervised=batch.supervised,
+                convention=eagle.convention,
+                mix_hidden_states=eagle.mix_hidden_states,
+                generator=generator,
+            )
+            return distillation_loss(
+                output,
+                self.module,
+                batch.supervised,
+                target_hidden=batch.final_hidden,
+                target_lm_head=self.tables.lm_head,
+                decay=self.decay,
+                convention=eagle.convention,
+                loss=eagle.loss,
+                lk_eta=eagle.lk_eta,
+                in_vocab_only=eagle.in_vocab_only,
+                labels=self.labels(batch),
+                target_top1=self.top1(batch),
+                target_rows=self.tables.rows,
+                logit_transform=self.tables.transform,
+                normalizers=normalizers,
+            )
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """``[B, S] -> [B, S, H]`` in the dtype of the head: its own table, or the target's."""
+        if self.module.config.own_embedding:
+            return self.module.embed(input_ids)
+        return nn.functional.embedding(input_ids, self.tables.embedding).to(self.module.lm_head.weight.dtype)
+
+    def place(self, batch: FeatureBatch | None, device) -> FeatureBatch | None:
+        """The batch on a device: features in the head's dtype, final states in the target head's."""
+        if batch is None:
+            return None
+        batch = batch.to(device)
+        return replace(
+            batch,
+            aux_hidden=batch.aux_hidden.to(self.module.lm_head.weight.dtype),  # [1,N,A·Ht]
+            final_hidden=batch.final_hidden.to(self.tables.rows.dtype),  # [1,N,Ht]
+        )
+
+    def labels(self, batch: FeatureBatch) -> Tensor | None:
+        """``[1, N]`` token ids for hard labels, ``None`` for distillation."""
+        return None if self.eagle.self_logit_distillation else batch.input_ids
+
+    def top1(self, batch: FeatureBatch) -> Tensor | None:
+        """``[1, N]`` the target's choices, if the batch knows them wherever the convention looks.
+
+        Sources make them where the next token is supervised, which is where ``served`` counts; the other conventions
+        count elsewhere too and compute them from the final states.
+        """
+        return batch.target_top1 if self.eagle.convention == "served" else None
+
+    def normalisers(self, counts: Tensor, positions: int) -> Tensor:
+        """``[K]`` what the sums of a whole step are divided by.
+
+        Args:
+            counts: ``[K]`` counted positions over all micro-batches and processes.
+            positions: tokens over all of them.
+        """
+        return normaliser(CONVENTIONS[self.eagle.convention], counts, positions)
+
+    @torch.no_grad()
+    def count_positions(self, batch: FeatureBatch | None) -> Tensor | None:
+        """``[K]`` int64 positions that the loss will count in a batch, found without running the head."""
+        if batch is None:
+            return None
+        eagle, supervised = self.eagle, batch.supervised.flatten()  # [N]
+        documents = Documents.make(1, batch.num_tokens, batch.document_ids, supervised.device)
+        rule = CONVENTIONS[eagle.convention]
+        top1, labels = self.top1(batch), self.labels(batch)
+        teacher = Teacher(
+            self.module.target_ids,
+            hidden=batch.final_hidden.flatten(0, 1),
+            rows=self.tables.rows,
+            lm_head=self.tables.lm_head,
+            transform=self.tables.transform,
+            top1=None if top1 is None else top1.flatten(),
+            labels=None if labels is None else labels.flatten(),
+        )
+        masks = counted_masks(
+            documents,
+            supervised,
+            eagle.ttt_steps,
+            eagle.convention,
+            torch.arange(len(supervised), device=supervised.device),
+            teacher=teacher,
+            t2d=self.module.t2d,
+            in_vocab_only=eagle.in_vocab_only or rule.in_vocab_only,
+        )  # [K,N]
+        return masks.sum(1)
+
+
+def compile_layers(module: EagleModule, backend: str = "inductor") -> None:
+    """Compile the two halves of every decoder layer and the fusion of the features, for inputs of any length.
+
+    What lies between them (which rows see which keys) has shapes that depend on the data and stays as it is. The
+    module's parameters and their names do not change.
+    """
+    module.fuse = torch.compile(module.fuse, dynamic=True, backend=backend)
+    for layer in module.layers:
+        layer.project = torch.compile(layer.project, dynamic=True, backend=backend)
+        layer.combine = torch.compile(layer.combine, dynamic=True, backend=backend)

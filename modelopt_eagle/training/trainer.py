@@ -1,0 +1,352 @@
+"""The training loop: windows of micro-batches in, optimiser steps, evaluations and checkpoints out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.data import plan_batches
+from modelopt_eagle.errors import CheckpointError, TrainingError
+from modelopt_eagle.recipe import Recipe, resolved_text
+
+from .checkpoint import CheckpointFolder, set_rng_state
+from .evaluate import evaluate
+from .interrupt import StopRequest
+from .meter import Meter
+from .optimizer import build_optimizers, set_learning_rate
+from .progress import MetricLog, ProgressView, clock, progress_text
+from .run import Run
+from .schedule import Schedule
+from .step import compile_layers
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands; plain values, kept in every checkpoint.
+
+    Attributes:
+        step: optimiser steps done.
+        elapsed: seconds spent in the loop, over all starts of the run.
+        history: one entry a log line.
+        evaluations: ``step, acceptance_length, per_position, walked`` of every evaluation.
+        best_step, best_value: of the best evaluation; ``None`` before the first.
+        finished: whether training came to its end.
+        provenance: what the features were made from.
+    """
+
+    step: int = 0
+    elapsed: float = 0.0
+    history: list[dict] = field(default_factory=list)
+    evaluations: list[dict] = field(default_factory=list)
+    best_step: int | None = None
+    best_value: float | None = None
+    finished: bool = False
+    provenance: dict = field(default_factory=dict)
+
+
+@dataclass
+class TrainingResult:
+    """What :func:`modelopt_eagle.training.train` leaves behind.
+
+    Attributes:
+        output_dir: the run's folder.
+        best_checkpoint: by acceptance length of the evaluations, the newest one without any.
+        last_checkpoint: the newest.
+        steps: optimiser steps done.
+        seconds: spent training, over all starts of the run.
+        history, evaluations: see :class:`TrainerState`.
+        acceptance_length: of the best evaluation, or ``None``.
+        finished: False after Ctrl-C (the same command goes on) and after a dry run.
+        header: the lines printed at the start (data, target, head); empty if nothing was left to train.
+    """
+
+    output_dir: Path
+    best_checkpoint: Path
+    last_checkpoint: Path
+    steps: int
+    seconds: float
+    history: list[dict]
+    evaluations: list[dict]
+    acceptance_length: float | None
+    finished: bool
+    header: list[str]
+
+
+class Trainer:
+    """One run of the loop.
+
+    Args:
+        recipe: of the run.
+        run: what it trains and on what, see :class:`~modelopt_eagle.training.run.Run`.
+        accelerator: of accelerate.
+    """
+
+    def __init__(self, recipe: Recipe, run: Run, accelerator):
+        self.recipe, self.settings, self.run, self.accelerator = recipe, recipe.training, run, accelerator
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.step = run.step  # without wrappers
+        if self.settings.torch_compile:
+            compile_layers(self.step.module)
+        self.wrapped = accelerator.prepare_model(run.step)
+        self.parameters = [p for p in self.step.parameters() if p.requires_grad]
+        self.optimizers = build_optimizers(self.step.module, self.settings)
+        self.windows_per_epoch, total = count_steps(recipe, run.source.lengths, self.world)
+        budget = self.settings.time_budget_minutes
+        self.schedule = Schedule(
+            self.settings.lr_scheduler, total, self.settings.warmup_ratio, self.settings.min_lr_ratio,
+            None if budget is None else budget * 60,
+        )  # fmt: skip
+        self.output_dir = Path(self.settings.output_dir)
+        self.view = ProgressView(total, accelerator.is_main_process)
+        self.checkpoints = CheckpointFolder(
+            self.output_dir, self.settings.save_total_limit, rank=self.rank, world_size=self.world,
+            barrier=accelerator.wait_for_everyone, say=self.view.say,
+        )  # fmt: skip
+        self.state = TrainerState(provenance=run.provenance)
+        self.meter = Meter(self.step.decay, accelerator)
+        self.grad_norm: Tensor | None = None
+        self.saved_step: int | None = None
+
+    def fit(self) -> TrainingResult:
+        """Train to the end, or to the first Ctrl-C; everything is saved when this returns."""
+        self.begin()
+        if self.settings.dry_run:
+            self.view.say(f"dry run: the untrained head is in {self.checkpoints.path(self.state.step)}")
+            return self.result()
+        self._since, self._before = time.monotonic(), self.state.elapsed
+        self.log = MetricLog(
+            self.settings.report_to if self.accelerator.is_main_process else "none",
+            self.output_dir, self.recipe.model_dump(mode="json"), self.state.step,
+        )  # fmt: skip
+        try:
+            with self.view, StopRequest(self.view.say) as self.request, contextlib.closing(self.windows()) as windows:
+                for index, window in windows:
+                    if not self.go_on(window):
+                        break
+                    self.optimise(index, window)
+                    self.after_step()
+                self.end()
+        finally:
+            self.log.close()
+        return self.result()
+
+    def begin(self) -> None:
+        """Go on from the newest complete checkpoint, or write the first one (it finds a full disk early)."""
+        torch.manual_seed(self.settings.seed + self.rank)
+        found = self.checkpoints.latest() if self.settings.resume == "auto" else None
+        if found is None:
+            self.checkpoints.require_room(self.step.module)
+            self.save()
+            return
+        before = found.state["provenance"]
+        changed = [key for key in self.run.provenance if before.get(key) != self.run.provenance[key]]
+        if changed:
+            lines = "\n".join(f"  {k}: {before.get(k)} before, {self.run.provenance[k]} now" for k in changed)
+            raise CheckpointError(
+                f"{found.folder} was trained on other features:\n{lines}\nname another training.output_dir, or bring "
+                "the data and the target back as they were"
+            )
+        self.step.module.load_state_dict(found.tensors)
+        for optimizer, state in zip(self.optimizers, found.optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        set_rng_state(found.rng)
+        self.state = TrainerState(**{name: found.state[name] for name in asdict(self.state)})
+        self.saved_step = self.state.step
+        if self.state.step:
+            self.view.say(f"going on from {found.folder} (step {self.state.step} of {self.schedule.total_steps})")
+
+    def windows(self) -> Iterator[tuple[int, list]]:
+        """``(step, its micro-batches)`` of every step that is left; a window never reaches into the next epoch."""
+        size, per_epoch = self.settings.gradient_accumulation_steps, self.windows_per_epoch
+        step = self.state.step
+        while step < self.schedule.total_steps:
+            epoch, done = divmod(step, per_epoch)
+            batches = self.run.source.batches(
+                epoch, batch_size=self.settings.batch_size, seed=self.settings.seed, rank=self.rank,
+                world_size=self.world, start=done * size,
+            )  # fmt: skip
+            with contextlib.closing(batches):
+                for _ in range(min(per_epoch - done, self.schedule.total_steps - step)):
+                    yield step, [self.step.place(b, self.accelerator.device) for b in itertools.islice(batches, size)]
+                    step += 1
+
+    def go_on(self, window: list) -> bool:
+        """Agree with all processes on what this step counts, the time, and whether to stop; False to stop."""
+        counted = [self.step.count_positions(batch) for batch in window]
+        empty = [count is None or not bool(count.any()) for count in counted]
+        self.window_counts = sum(
+            (count for count, nothing in zip(counted, empty, strict=True) if not nothing),
+            torch.zeros(self.step.eagle.ttt_steps, dtype=torch.int64, device=self.accelerator.device),
+        )  # [K]
+        tokens = sum(batch.num_tokens for batch in window if batch is not None)
+        for place, nothing in enumerate(empty):
+            if nothing:
+                window[place] = None
+        self.state.elapsed = self._before + time.monotonic() - self._since
+        agreed = torch.cat((
+            self.window_counts.double(),
+            torch.tensor([tokens, self.request.asked, self.state.elapsed if self.rank == 0 else 0.0],
+                         dtype=torch.float64, device=self.accelerator.device),
+        ))  # fmt: skip  # [K+3]
+        agreed = self.accelerator.reduce(agreed, "sum")
+        tokens, asked, self.state.elapsed = agreed[-3:].tolist()
+        self.normalizers = self.step.normalisers(agreed[:-3], int(tokens))  # [K]
+        self.meter.tokens += int(tokens)
+        self.interrupted = asked > 0
+        budget = self.schedule.budget_seconds
+        return not self.interrupted and (budget is None or self.state.elapsed < budget)
+
+    def optimise(self, index: int, window: list) -> None:
+        """Forward and backward of every micro-batch, then one optimiser step."""
+        if not self.wrapped.training:
+            raise TrainingError("the head is in evaluation mode inside the training loop; please report this")
+        for place, batch in enumerate(window):
+            last = place == len(window) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+                output = self.wrapped(batch, self.normalizers, self.generator(index, place))
+                # data-parallel wrappers average gradients over processes, the loss is already a share of the sum
+                self.accelerator.backward(output.loss * self.world)
+            self.meter.add(output)
+        if self.settings.max_grad_norm is not None:
+            self.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        self.learning_rate = set_learning_rate(self.optimizers, self.schedule.factor(index, self.state.elapsed))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.meter.steps += 1
+        self.state.step = index + 1
+
+    def generator(self, index: int, place: int) -> torch.Generator | None:
+        """Randomness of a micro-batch, a function of seed, step, place and process: the same after a resume."""
+        if self.step.eagle.mix_hidden_states == 0:
+            return None
+        seed = (((self.settings.seed * 1_000_003 + index) * 1_009 + place) * 1_013 + self.rank) % 2**63
+        return torch.Generator(self.accelerator.device).manual_seed(seed)
+
+    def after_step(self) -> None:
+        """Log, evaluate and save where it is due."""
+        step, settings = self.state.step, self.settings
+        last = step == self.schedule.total_steps
+        if step % settings.log_steps == 0 or last or step == 1:
+            self.report()
+        if settings.eval_steps is not None and step % settings.eval_steps == 0 and not last:
+            if self.evaluate():
+                self.save()
+        if settings.save_steps is not None and step % settings.save_steps == 0 and not last:
+            self.save()
+
+    def report(self) -> None:
+        """Metrics since the last report, to the bar, the log and the history."""
+        metrics = self.meter.take()
+        if not math.isfinite(metrics["loss"]):
+            raise TrainingError(
+                f"the loss is {metrics['loss']} at step {self.state.step}: lower training.learning_rate or set "
+                f"training.precision=float32; {self.checkpoints.path(self.saved_step or 0)} is the newest good "
+                "checkpoint (name another training.output_dir for the new run)"
+            )
+        step, elapsed = self.state.step, self._before + time.monotonic() - self._since
+        metrics["learning_rate"] = self.learning_rate
+        if self.grad_norm is not None:
+            metrics["grad_norm"] = float(self.grad_norm)
+        entry = {"step": step, "epoch": step / self.windows_per_epoch, "elapsed": round(elapsed, 3), **metrics}
+        self.state.history.append(entry)
+        left = self.schedule.remaining_seconds(step, elapsed, metrics["seconds_per_step"])
+        text = progress_text(step, self.schedule.total_steps, metrics, left)
+        self.view.update(self.schedule.progress(step, elapsed), text)
+        self.view.log_line(text)
+        scalars = {f"train/{name}": value for name, value in entry.items() if isinstance(value, float)}
+        for k, (loss, share) in enumerate(zip(metrics["per_step"], metrics["accuracy"], strict=True)):
+            scalars |= {f"train/loss_step_{k}": loss, f"train/accuracy_step_{k}": share}
+        self.log.write(step, scalars)
+
+    def evaluate(self) -> bool:
+        """The acceptance walk over the held-out rows; True if it is the best so far."""
+        if self.run.eval_source is None:
+            return False
+        begun = time.monotonic()
+        walk = evaluate(
+            self.step, self.run.eval_source, self.accelerator,
+            batch_size=self.settings.batch_size, num_steps=self.recipe.validation.num_steps,
+        )  # fmt: skip
+        step, length = self.state.step, walk.acceptance_length
+        self.state.evaluations.append(
+            {"step": step, "acceptance_length": length, "per_position": walk.per_position, "walked": walk.steps}
+        )
+        shares = " ".join(f"{share:.2f}" for share in walk.per_position)
+        self.view.say(
+            f"step {step}: acceptance length {length:.3f} on {len(walk.accepted)} held-out answers (per position "
+            f"{shares}), {clock(time.monotonic() - begun)}"
+        )
+        self.log.write(step, {"eval/acceptance_length": length})
+        better = self.state.best_value is None or length > self.state.best_value
+        if better:
+            self.state.best_step, self.state.best_value = step, length
+        return better
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, if there is none yet that says the same."""
+        if self.saved_step == self.state.step and not self.state.finished:
+            return
+        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
+            raise TrainingError(f"weights are not finite at step {self.state.step}: lower training.learning_rate")
+        best = self.state.step if self.state.best_step is None else self.state.best_step
+        self.checkpoints.save(
+            self.state.step, self.step.module, self.optimizers, asdict(self.state), resolved_text(self.recipe), best
+        )
+        self.saved_step = self.state.step
+
+    def end(self) -> None:
+        """The last evaluation and checkpoint, or the one that an interrupted run goes on from."""
+        self.state.elapsed = self._before + time.monotonic() - self._since
+        if getattr(self, "interrupted", False):
+            self.save()
+            self.view.say(f"stopped at step {self.state.step}; the same command goes on from there")
+            return
+        if self.meter.steps:
+            self.report()
+        evaluated = self.state.evaluations and self.state.evaluations[-1]["step"] == self.state.step
+        if not evaluated:
+            self.evaluate()
+        self.state.finished = True
+        self.save()
+
+    def result(self) -> TrainingResult:
+        """What was reached."""
+        best = self.state.step if self.state.best_step is None else self.state.best_step
+        return make_result(self.output_dir, asdict(self.state), self.checkpoints.path(best), self.run.header)
+
+
+def make_result(output_dir: Path, state: dict, best: Path, header: list[str]) -> TrainingResult:
+    """A :class:`TrainingResult` from the values of a :class:`TrainerState`."""
+    return TrainingResult(
+        output_dir=output_dir,
+        best_checkpoint=best,
+        last_checkpoint=output_dir / f"checkpoint-{state['step']}",
+        steps=state["step"],
+        seconds=state["elapsed"],
+        history=state["history"],
+        evaluations=state["evaluations"],
+        acceptance_length=state["best_value"],
+        finished=state["finished"],
+        header=header,
+    )
+
+
+def count_steps(recipe: Recipe, lengths: list[int], world_size: int) -> tuple[int, int]:
+    """Optimiser steps of an epoch, and of the run unless time ends it sooner.
+
+    The last window of an epoch may hold fewer micro-batches; it is normalised by what it holds.
+    """
+    settings = recipe.training
+    planned = plan_batches(lengths, batch_size=settings.batch_size, seed=0, epoch=0, world_size=world_size)
+    per_epoch = math.ceil(len(planned) / settings.gradient_accumulation_steps)
+    total = per_epoch * settings.epochs
+    return per_epoch, total if settings.max_steps is None else min(total, settings.max_steps)
