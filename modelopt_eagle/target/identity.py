@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-MARKER_FILE = "modelopt_eagle_target.json"  # in converted folders: {"model": name to show}
+MARKER_FILE = "modelopt_eagle_target.json"  # in converted folders: {"model": name, "revision": of the GGUF file}
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
@@ -48,7 +48,13 @@ def file_fingerprint(path: Path) -> str:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Hash of a local model: ``config.json`` and, of each weight file, its size, its header and samples of its data."""
+    """Hash of a local model: ``config.json`` and, of each weight file, its size, its header and samples of its data.
+
+    A converted folder gives the fingerprint of the file it came from, which no version of transformers changes.
+    """
+    marker = folder / MARKER_FILE
+    if marker.is_file():
+        return json.loads(marker.read_text(encoding="utf-8"))["revision"]
     files = [folder / "config.json", *sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])]
     parts = [[path.name, file_fingerprint(path)] for path in files if path.is_file()]
     return _digest(json.dumps(parts).encode())

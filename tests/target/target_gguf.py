@@ -32,13 +32,13 @@ def write_gguf(target, path):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    tokens.append("zz")  # transformers wants at least one merge
+    tokens += ["zz", "qq"]  # transformers does not read a list of no merges, or of one
     tokens += [f"<unused{i}>" for i in range(len(tokens), config.vocab_size)]
     special = [i < 4 or token.startswith("<unused") for i, token in enumerate(tokens)]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if s else gguf.TokenType.NORMAL for s in special])
-    writer.add_token_merges(["z z"])
+    writer.add_token_merges(["z z", "q q"])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)

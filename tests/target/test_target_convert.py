@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import convert, load_target, load_target_tables
+from modelopt_eagle.target.identity import file_fingerprint
 from modelopt_eagle.target.tiny import make_tiny_target
 
 
@@ -140,7 +141,10 @@ def test_real_gguf_file(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     render = [t.tokenizer.apply_chat_template(messages, tokenize=False) for t in (loaded, target)]
     assert render[0] == render[1]
-    assert loaded.identity()["model"] == "small"
+    assert (loaded.identity()["model"], loaded.identity()["revision"]) == ("small", file_fingerprint(file))
+    for kind in ("bos", "eos", "pad"):
+        expected = getattr(target.tokenizer, f"{kind}_token_id")
+        assert getattr(loaded.tokenizer, f"{kind}_token_id") == getattr(loaded.config, f"{kind}_token_id") == expected
 
 
 def test_damaged_gguf_file(tmp_path):
