@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_ids
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe import Recipe
 
 from .initialise import random_module, start_from_target
-from .sources import RunData
+from .sources import RunData, end_token_ids
 
 STRUCTURE = {
     "decoder_type": "decoder_type",
@@ -25,8 +26,8 @@ STRUCTURE = {
 """Recipe key in ``eagle`` → field of :class:`DraftConfig`."""
 
 
-def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> EagleModule:
-    """A head for a target, with its vocabulary and starting weights.
+def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> tuple[EagleModule, str]:
+    """A head for a target, with its vocabulary and starting weights, and a line about its vocabulary.
 
     Args:
         tables: a ``Target`` or ``TargetTables``.
@@ -38,7 +39,7 @@ def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> Ea
         CheckpointError: sizes that contradict each other, a draft vocabulary larger than the target's.
     """
     eagle, identity = recipe.eagle, tables.identity()
-    vocab = choose_vocabulary(recipe, tables, data)
+    vocab, line = choose_vocabulary(recipe, tables, data)
     overrides = {name: getattr(eagle, key) for key, name in STRUCTURE.items()}
     config = DraftConfig.from_target(
         tables.config,
@@ -58,18 +59,32 @@ def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> Ea
                 "eagle.init: random"
             )
         start_from_target(module, target)
-    return module
+    return module, line
 
 
-def continued_head(recipe: Recipe) -> EagleModule:
+def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
     """The head at ``model.draft_init``; its sizes, layers and vocabulary map are kept.
+
+    Args:
+        identity: of the target, see ``Target.identity()``.
 
     Raises:
         RecipeError: the recipe asks for another structure than the head has.
+        CheckpointError: the head cannot be read, or is for another vocabulary or tokenizer.
     """
     from modelopt_eagle.export import load_draft
 
-    module = load_draft(recipe.model.draft_init, dtype="float32")
+    module = load_draft(
+        recipe.model.draft_init,
+        vocab_size=identity["vocab_size"],
+        tokenizer_hash=identity["tokenizer_hash"],
+        dtype="float32",
+    )
+    if module.config.target_hidden_size != identity["hidden_size"]:
+        raise RecipeError(
+            f"{recipe.model.draft_init} reads hidden states {module.config.target_hidden_size} wide, the target's are "
+            f"{identity['hidden_size']}: it is a head for another target"
+        )
     eagle, origin = recipe.eagle, recipe.origin
     wanted = {"aux_layer_ids": "aux_layer_ids", **STRUCTURE}
     differing = []
@@ -84,18 +99,26 @@ def continued_head(recipe: Recipe) -> EagleModule:
     return module
 
 
-def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> DraftVocab:
-    """The draft vocabulary of a new head: from ``eagle.draft_vocab_path``, counted from the data, or everything."""
-    eagle, size = recipe.eagle, tables.identity()["vocab_size"]
-    if eagle.draft_vocab_size is None:
-        return DraftVocab.identity(size)
-    return DraftVocab.from_counts(data.counts, eagle.draft_vocab_size, required_ids(tables))
+def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> tuple[DraftVocab, str]:
+    """The draft vocabulary of a new head and a line about it: a map on disk, counted from the data, or everything.
 
-
-def required_ids(tables) -> list[int]:
-    """Special and end-of-turn tokens of a target: always in the draft vocabulary."""
-    ids = set(tables.tokenizer.all_special_ids)
-    for holder in (tables.config, getattr(getattr(tables, "model", None), "generation_config", None)):
-        end = getattr(holder, "eos_token_id", None)
-        ids.update(end if isinstance(end, (list, tuple)) else [] if end is None else [end])
-    return sorted(ids)
+    Raises:
+        RecipeError: a map of another size than ``eagle.draft_vocab_size``.
+        CheckpointError: a map of another tokenizer; a size larger than the target's vocabulary.
+    """
+    eagle, identity = recipe.eagle, tables.identity()
+    total = identity["vocab_size"]
+    if eagle.draft_vocab_path is not None:
+        vocab = load_draft_vocab(eagle.draft_vocab_path, identity["tokenizer_hash"], total)
+        if eagle.draft_vocab_size not in (None, vocab.size):
+            raise RecipeError(
+                f"eagle.draft_vocab_size is {eagle.draft_vocab_size}, the map at {eagle.draft_vocab_path} has "
+                f"{vocab.size} tokens: set the size to that, or to null"
+            )
+    elif eagle.draft_vocab_size is None:
+        vocab = DraftVocab.identity(total)
+    else:
+        ends = end_token_ids(tables)
+        vocab = DraftVocab.from_counts(data.counts, eagle.draft_vocab_size, required_ids(tables.tokenizer, total, ends))
+    inside = coverage_of(data.counts, vocab)
+    return vocab, f"draft vocabulary: {vocab.size} of {total} tokens, {inside:.2%} of the supervised tokens are inside"

@@ -36,5 +36,5 @@ def train(recipe: Recipe) -> TrainingResult:
     state = finished_state(recipe)
     if state is not None:
         say(f"{folder}: training is complete (step {state['step']})")
-        return make_result(folder, state, (folder / BEST).resolve(), [])
+        return make_result(folder, state, (folder / BEST).resolve())
     return Trainer(recipe, assemble(recipe, accelerator, say), accelerator).fit()

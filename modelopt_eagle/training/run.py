@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from modelopt_eagle.draft import DraftConfig, EagleModule, check_aux_layer_ids, default_aux_layer_ids
-from modelopt_eagle.errors import RecipeError, require_extra
+from modelopt_eagle.draft import EagleModule, check_aux_layer_ids, default_aux_layer_ids
+from modelopt_eagle.errors import RecipeError, TrainingError, require_extra
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import load_target, load_target_tables
@@ -104,20 +104,6 @@ def finished_state(recipe: Recipe) -> dict | None:
     return None
 
 
-def target_arguments(recipe: Recipe, device: torch.device) -> dict:
-    """Keyword arguments of ``load_target`` and ``load_target_tables`` for a recipe on a device."""
-    model = recipe.model
-    place = str(device) if model.device == "auto" else model.device
-    dtype = "float32" if model.dtype == "auto" and place == "cpu" else model.dtype
-    return {
-        "dtype": dtype,
-        "device": place,
-        "revision": model.revision,
-        "trust_remote_code": model.trust_remote_code,
-        "chat_template": model.chat_template,
-    }
-
-
 def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     """Load, read, check and build everything that comes before the first step.
 
@@ -130,17 +116,17 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         EagleError: whatever is wrong with recipe, target, data or features.
     """
     offline = recipe.data.offline_data_path is not None
-    arguments = target_arguments(recipe, accelerator.device)
-    head = continued_head(recipe) if recipe.model.draft_init is not None else None
+    arguments = recipe.model.load_arguments()
     if offline:
-        target = load_target_tables(recipe.model.base_model, **arguments)
+        arguments = {**arguments, "device": str(accelerator.device)}
+        del arguments["attn_implementation"]
+        target = load_target_tables(**arguments)
         embedding, config = target.embedding_weight, target.config
     else:
-        target = load_target(
-            recipe.model.base_model, attn_implementation=recipe.model.attn_implementation, **arguments
-        )
+        target = load_target(**arguments)
         embedding, config = target.embedding.weight, target.config
-    ids = head.config.aux_layer_ids if head is not None else layer_ids(recipe, config)
+    head = continued_head(recipe, target.identity()) if recipe.model.draft_init is not None else None
+    ids = layer_ids(recipe, config) if head is None else check_aux_layer_ids(head.config.aux_layer_ids, config.num_hidden_layers)
     identity = target.identity()
     say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "
         f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
@@ -148,13 +134,17 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         target.check_parity(parity_sample(target))
     data = from_store(recipe, target, ids, say) if offline else from_target(recipe, target, ids, accelerator, say)
     if head is None:
-        head = new_head(recipe, target, data, ids, None if offline else target)
+        head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
     else:
+        vocabulary = f"draft vocabulary: the {head.config.draft_vocab_size} tokens of {recipe.model.draft_init}, kept"
         head.config.training_length = max(head.config.training_length or 0, max(data.train.lengths))
+    if not offline and any(p.requires_grad for p in target.model.parameters()):
+        raise TrainingError("a parameter of the target is trainable; only the head may be: please report this")
     head = head.float().to(accelerator.device).train()
     tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
     step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
-    header = [*data.header, *head_lines(head, identity)]
+    frozen = 0 if offline else sum(p.numel() for p in target.model.parameters())
+    header = [*data.header, vocabulary, *head_lines(head, frozen)]
     for line in header[len(data.header) :]:
         say(line)
     provenance = {
@@ -178,13 +168,16 @@ def parity_sample(target, length: int = 32) -> torch.Tensor:
     return torch.randint(0, target.vocab_size, (1, length), generator=generator)
 
 
-def head_lines(head: EagleModule, identity: dict) -> list[str]:
-    """What is trained and how much memory it takes."""
-    config: DraftConfig = head.config
+def head_lines(head: EagleModule, frozen: int) -> list[str]:
+    """What is trained and how much memory it takes.
+
+    Args:
+        frozen: parameters of the loaded target.
+    """
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    vocab = "the full vocabulary" if head.vocab.is_identity else f"{config.draft_vocab_size} of {config.vocab_size} tokens"
+    share = trained / (trained + frozen)
     return [
-        f"head: {trained / 1e6:.2f} M parameters, all trained; nothing of {identity['model']} is. It drafts {vocab}",
+        f"trainable: {trained / 1e6:.2f} M of {(trained + frozen) / 1e6:.2f} M parameters ({share:.1%}), the head's only",
         f"memory: {trained * 16 / 2**20:.0f} MiB for weights, gradients and optimiser; a checkpoint takes "
         f"{trained * 12 / 2**20:.0f} MiB",
     ]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.data import DataReport, ProgressBar, TokenizedDataset, prepare_dataset
-from modelopt_eagle.errors import DataError, RecipeError
+from modelopt_eagle.data.vocab import count_supervised
+from modelopt_eagle.errors import DataError, RecipeError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureSource, MemorySource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.offline import OfflineSource
@@ -67,35 +68,41 @@ def held_out_rows(count: int) -> list[int]:
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
-def read_data(recipe: Recipe, tokenizer, paths) -> TokenizedDataset:
+def end_token_ids(tables) -> tuple[int, ...]:
+    """What a target stops at, by its generation config or else its config.
+
+    Args:
+        tables: a ``Target`` or ``TargetTables``.
+    """
+    generation = getattr(getattr(tables, "model", None), "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    end = getattr(tables.config, "eos_token_id", None) if end is None else end
+    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (end,)
+
+
+def read_data(recipe: Recipe, target, paths) -> TokenizedDataset:
     """Conversations of a recipe, tokenised for a target."""
     data = recipe.data
+    if target.tokenizer is None:
+        raise TargetError(f"{target.name} has no tokenizer: give a folder that holds one")
     return prepare_dataset(
-        tokenizer,
+        target.tokenizer,
         paths,
         unknown_role=data.unknown_role,
         role_aliases=data.role_aliases,
         max_rows=data.max_rows,
         max_length=data.max_length,
         overlong=data.overlong,
+        end_token_ids=end_token_ids(target),
     )
-
-
-def token_counts(rows, vocab_size: int) -> Tensor:
-    """``[V]`` int64: how often each token is supervised."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in rows:
-        ids = torch.as_tensor(row.input_ids)[torch.as_tensor(row.supervised, dtype=torch.bool)]
-        counts += torch.bincount(ids, minlength=vocab_size)
-    return counts
 
 
 def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunData:
     """Features that the loaded target makes: in the step, or once into memory or a store."""
-    dataset = read_data(recipe, target.tokenizer, recipe.data.train_path)
+    dataset = read_data(recipe, target, recipe.data.train_path)
     rows, header = dataset.rows, dataset.header().splitlines()
     if recipe.data.eval_path is not None:
-        held = read_data(recipe, target.tokenizer, recipe.data.eval_path).rows
+        held = read_data(recipe, target, recipe.data.eval_path).rows
         header.append(f"evaluation: {len(held)} rows of {recipe.data.eval_path}")
     else:
         chosen = set(held_out_rows(len(rows)))
@@ -111,7 +118,7 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
     return RunData(
         make(rows, "features"),
         make(held, "evaluation features") if held else None,
-        token_counts(rows, target.vocab_size),
+        count_supervised(rows, target.vocab_size),
         header,
         dataset_hash(rows),
     )
@@ -180,7 +187,7 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
         say(line)
     if not report.supervised:
         raise DataError(f"{recipe.data.offline_data_path} holds no supervised token, there is nothing to train on")
-    counts = token_counts((reader.row(number) for number in parts[0]), identity["vocab_size"])
+    counts = count_supervised((reader.row(number) for number in parts[0]), identity["vocab_size"])
     fingerprint = hashlib.sha256(f"{reader.dataset_hash} {parts[0]}".encode()).hexdigest()
     return RunData(train, source(parts[1]) if parts[1] else None, counts, header, fingerprint)
 

@@ -40,6 +40,7 @@ class TrainerState:
         best_step, best_value: of the best evaluation; ``None`` before the first.
         finished: whether training came to its end.
         provenance: what the features were made from.
+        header: lines about data, target and head, as printed at the first start.
     """
 
     step: int = 0
@@ -50,6 +51,7 @@ class TrainerState:
     best_value: float | None = None
     finished: bool = False
     provenance: dict = field(default_factory=dict)
+    header: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -65,7 +67,7 @@ class TrainingResult:
         history, evaluations: see :class:`TrainerState`.
         acceptance_length: of the best evaluation, or ``None``.
         finished: False after Ctrl-C (the same command goes on) and after a dry run.
-        header: the lines printed at the start (data, target, head); empty if nothing was left to train.
+        header: the lines printed at the first start (data, target, head).
     """
 
     output_dir: Path
@@ -110,7 +112,7 @@ class Trainer:
             self.output_dir, self.settings.save_total_limit, rank=self.rank, world_size=self.world,
             barrier=accelerator.wait_for_everyone, say=self.view.say,
         )  # fmt: skip
-        self.state = TrainerState(provenance=run.provenance)
+        self.state = TrainerState(provenance=run.provenance, header=run.header)
         self.meter = Meter(self.step.decay, accelerator)
         self.grad_norm: Tensor | None = None
         self.saved_step: int | None = None
@@ -321,10 +323,10 @@ class Trainer:
     def result(self) -> TrainingResult:
         """What was reached."""
         best = self.state.step if self.state.best_step is None else self.state.best_step
-        return make_result(self.output_dir, asdict(self.state), self.checkpoints.path(best), self.run.header)
+        return make_result(self.output_dir, asdict(self.state), self.checkpoints.path(best))
 
 
-def make_result(output_dir: Path, state: dict, best: Path, header: list[str]) -> TrainingResult:
+def make_result(output_dir: Path, state: dict, best: Path) -> TrainingResult:
     """A :class:`TrainingResult` from the values of a :class:`TrainerState`."""
     return TrainingResult(
         output_dir=output_dir,
@@ -336,7 +338,7 @@ def make_result(output_dir: Path, state: dict, best: Path, header: list[str]) ->
         evaluations=state["evaluations"],
         acceptance_length=state["best_value"],
         finished=state["finished"],
-        header=header,
+        header=state["header"],
     )
 
 

@@ -1,0 +1,242 @@
+"""Train a head, measure its acceptance length, export it: the command behind `train_eagle3_and_export.sh`.
+
+Each stage that is complete is passed over, so the same command goes on after Ctrl-C at any moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from modelopt_eagle.errors import ExportError
+from modelopt_eagle.recipe import Recipe, train_recipe
+
+INTERRUPTED, BELOW_BOUND = 130, 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        0; 1 when the acceptance length is below ``validation.ar_lower_bound``; 130 when training was interrupted.
+
+    Raises:
+        EagleError: bad input (exit code 2 through the dispatcher).
+    """
+    recipe = train_recipe(argv)
+    from modelopt_eagle.training import train
+    from modelopt_eagle.training.run import finished_state
+
+    if finished_state(recipe) is None:
+        check_export_path(recipe)
+    result = train(recipe)
+    if not result.finished and not recipe.training.dry_run:
+        return INTERRUPTED
+    if int(os.environ.get("RANK", 0)) != 0:
+        return 0
+    measured = None if recipe.training.dry_run else validate(recipe, result)
+    export(recipe, result, measured)
+    print("\n" + summary(recipe, result, measured))
+    bound = recipe.validation.ar_lower_bound
+    if measured is not None and bound is not None and measured["acceptance_length"] < bound:
+        print(f"acceptance length {measured['acceptance_length']:.3f} is below validation.ar_lower_bound {bound}")
+        return BELOW_BOUND
+    return 0
+
+
+def export_stamp(recipe: Recipe) -> Path:
+    """The file in the output folder that says which export folder this run has claimed, and what lies in it."""
+    return Path(recipe.training.output_dir) / "report" / "exported.json"
+
+
+def may_replace(recipe: Recipe) -> bool:
+    """Whether the export folder may be replaced: the recipe says so, or an earlier start of this run made it."""
+    stamp = export_stamp(recipe)
+    if recipe.export.overwrite or not stamp.is_file():
+        return recipe.export.overwrite
+    return json.loads(stamp.read_text(encoding="utf-8"))["path"] == str(recipe.export_path.resolve())
+
+
+def check_export_path(recipe: Recipe) -> None:
+    """Refuse before training what export would refuse after it.
+
+    Raises:
+        ExportError: the export folder is in use and may not be replaced.
+    """
+    from modelopt_eagle.export.folders import is_export
+
+    path = recipe.export_path
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not may_replace(recipe):
+        raise ExportError(
+            f"{path} exists already: set export.overwrite=true to replace it at the end, or name another export.path"
+        )
+    if not is_export(path):
+        raise ExportError(f"{path} holds files that no export writes: name another export.path")
+
+
+def validate(recipe: Recipe, result) -> dict:
+    """Measure the best checkpoint by decoding, and write ``report/acceptance.json``; a finished measurement is kept.
+
+    Returns:
+        the content of ``acceptance.json``.
+    """
+    from modelopt_eagle.data import ProgressBar, load_prompts
+    from modelopt_eagle.export import load_draft
+    from modelopt_eagle.target import load_target
+    from modelopt_eagle.validation import measure_acceptance
+
+    section, file = recipe.validation, result.output_dir / "report" / "acceptance.json"
+    stamp, mark = file.with_name("measured.json"), measurement_mark(recipe, result.best_checkpoint)
+    if file.is_file() and stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == mark:
+        print(f"{file}: measured already", file=sys.stderr)
+        return json.loads(file.read_text(encoding="utf-8"))
+    source = section.dataset or ("quickstart" if section.prompts == "shipped" else section.prompts)
+    prompts = load_prompts(source, section.num_samples)
+    target = load_target(**recipe.model.load_arguments())
+    identity = target.identity()
+    module = load_draft(
+        result.best_checkpoint,
+        vocab_size=identity["vocab_size"],
+        tokenizer_hash=identity["tokenizer_hash"],
+        dtype=target.dtype,
+    )
+    bar = ProgressBar(len(prompts), "validate", "prompts", log_every=5.0)
+    report = measure_acceptance(
+        target,
+        module.to(target.device).eval(),
+        prompts,
+        num_steps=section.num_steps,
+        max_new_tokens=section.max_new_tokens,
+        batch_size=section.batch_size,
+        mode=section.mode,
+        topk=section.topk,
+        depth=section.tree_depth if section.mode == "tree" else None,
+        num_nodes=section.num_nodes,
+        speedup_prompts=section.speedup_prompts,
+        seed=section.seed,
+        on_batch=bar.advance,
+    )
+    print(report.table())
+    report.write_json(file)
+    write_whole(stamp, json.dumps(mark, indent=1))
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def measurement_mark(recipe: Recipe, checkpoint: Path) -> dict:
+    """What a measurement was made of: the head's bytes, the prompts, and the options."""
+    section = recipe.validation.model_dump(mode="json", exclude={"ar_lower_bound"})
+    prompts = Path(recipe.validation.prompts)
+    return {
+        "weights": digest(checkpoint / "model.safetensors"),
+        "prompts": digest(prompts) if prompts.is_file() else None,
+        "validation": section,
+    }
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        found = hashlib.sha256()
+        while block := stream.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a small file under a temporary name and rename it."""
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(text + "\n", encoding="utf-8")
+    os.replace(part, file)
+
+
+def export(recipe: Recipe, result, measured: dict | None) -> None:
+    """Write the folder that engines load, unless it holds this checkpoint already; then upload it if asked to."""
+    from modelopt_eagle.export import export_checkpoint, load_draft
+    from modelopt_eagle.target import load_target_tables
+
+    section, path, stamp = recipe.export, recipe.export_path, export_stamp(recipe)
+    mark = {
+        "path": str(path.resolve()),
+        "weights": digest(result.best_checkpoint / "model.safetensors"),
+        "acceptance": measured,
+        "export": section.model_dump(mode="json", exclude={"overwrite"}),
+    }
+    if stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == mark and (path / "config.json").is_file():
+        print(f"{path}: exported already", file=sys.stderr)
+        return
+    check_export_path(recipe)
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(stamp, json.dumps({"path": mark["path"]}))  # from here on the folder is this run's to replace
+    arguments = recipe.model.load_arguments()
+    del arguments["attn_implementation"]
+    target = load_target_tables(**{**arguments, "device": "cpu", "dtype": recipe.model.dtype})
+    module = load_draft(result.best_checkpoint)
+    card = {
+        **(measured or {}),
+        "data": result.header[0].removeprefix("data: ") if result.header else None,
+        "recipe": str(result.output_dir / "recipe.yaml"),
+        "training_steps": result.steps,
+    }
+    report = export_checkpoint(
+        module,
+        None,
+        path,
+        target=target,
+        dtype=target.embedding_weight.dtype if section.dtype == "auto" else section.dtype,
+        layer_names=section.layer_names,
+        rope_scaling=section.rope_scaling,
+        overwrite=True,  # check_export_path has refused what may not be replaced
+        report=card,
+    )
+    for note in report.notes:
+        print(f"note: {note}")
+    if section.push_to_hub is not None:
+        from modelopt_eagle.export.hub import push_to_hub
+
+        print(f"uploaded to {push_to_hub(path, section.push_to_hub)}")
+    write_whole(stamp, json.dumps(mark, indent=1))
+
+
+def summary(recipe: Recipe, result, measured: dict | None) -> str:
+    """The table at the end: what was trained on, what was reached, where things lie, how to serve it."""
+    rows = [("trained on", result.header[0].removeprefix("data: ") if result.header else "not recorded")]
+    rows.append(("", f"{result.steps} steps in {result.seconds / 60:.1f} min"))
+    if measured is not None:
+        low, high = measured["ci95"]
+        prompts = f"{measured['prompts']} prompts, {recipe.validation.num_steps} drafted tokens"
+        if recipe.validation.mode == "tree":
+            prompts = f"{measured['prompts']} prompts, tree of {recipe.validation.tree_nodes} nodes"
+        rows.append(("acceptance length", f"{measured['acceptance_length']:.3f} [{low:.3f}, {high:.3f}] ({prompts})"))
+        rows.append(("per position", " ".join(f"{share:.3f}" for share in measured["per_position"])))
+        speedup = measured["speedup"]
+        rows.append(("speed-up", "not measured" if speedup is None else f"{speedup:.2f} over plain decoding, same run"))
+    rows.append(("checkpoint", str(result.best_checkpoint)))
+    if measured is not None:
+        rows.append(("report", str(result.output_dir / "report" / "acceptance.json")))
+    rows.append(("export", str(recipe.export_path)))
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{width}}{value}" for name, value in rows]
+    return "\n".join([*lines, "", "serve it:", *(f"  {line}" for line in serving_lines(recipe))])
+
+
+def serving_lines(recipe: Recipe) -> list[str]:
+    """The commands of the model card with this run's target and folder in place."""
+    from modelopt_eagle.export.card import serve_lines
+    from modelopt_eagle.export.loader import load_draft
+    from modelopt_eagle.target.load import resolve
+
+    path = recipe.export_path
+    config = load_draft(path).config
+    data = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    place, name = str(resolve(recipe.model.base_model)), config.target_name or "TARGET"
+    lines = [line for line in serve_lines(config, data) if line and not line.startswith("```")]
+    return [line.replace(f" {name} ", f" {place} ").replace("THIS_FOLDER", str(path.resolve())) for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
