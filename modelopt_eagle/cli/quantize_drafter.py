@@ -1,0 +1,105 @@
+"""Quantise a head (fp8, nvfp4, int8) and export it unless it lost too much (`scripts/quantize_drafter.py`)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from modelopt_eagle.errors import ExportError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="quantize_drafter.py", description=__doc__)
+    parser.add_argument("--model_path", required=True, type=Path, help="a trained head: checkpoint, run folder or export")
+    parser.add_argument("--format", required=True, choices=("fp8", "nvfp4", "int8"), help="number format of the weights")
+    parser.add_argument(
+        "--calib_data", required=True, type=Path, help="conversations (.jsonl), or a folder of stored features"
+    )
+    parser.add_argument("--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all")
+    parser.add_argument("--base_model", help="target; default: the one that the head names")
+    parser.add_argument("--calib_samples", type=int, default=32, help="rows to calibrate on (default 32)")
+    parser.add_argument("--calib_length", type=int, default=512, help="tokens of a row at most (default 512)")
+    parser.add_argument("--steps", type=int, default=3, help="drafted tokens, in calibration and measuring (default 3)")
+    parser.add_argument("--prompts", default="quickstart", help="prompts for the acceptance; default: the 80 shipped")
+    parser.add_argument("--num_samples", type=int, default=16, help="prompts used (default 16)")
+    parser.add_argument("--max_new_tokens", type=int, default=96, help="tokens of an answer (default 96)")
+    parser.add_argument(
+        "--max_drop", type=float, default=0.02, help="largest loss of acceptance length that is exported (default 0.02)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
+    return parser
+
+
+def calibration_batches(arguments: argparse.Namespace, target, aux_layer_ids: tuple[int, ...]) -> list:
+    """Feature batches of the calibration data: stored ones, or made now.
+
+    Raises:
+        DataError, FeatureError: data that cannot be read.
+    """
+    from modelopt_eagle.features.offline import OfflineSource
+    from modelopt_eagle.features.source import OnlineSource
+
+    if arguments.calib_data.is_dir():
+        source = OfflineSource(arguments.calib_data, final_norm=target.final_norm, head=target.head)
+    else:
+        from modelopt_eagle.data import read_conversations, tokenize_conversations
+
+        conversations = read_conversations(arguments.calib_data)
+        conversations.rows[:] = conversations.rows[: arguments.calib_samples]
+        dataset = tokenize_conversations(target.tokenizer, conversations, max_length=arguments.calib_length)
+        source = OnlineSource(target, dataset, aux_layer_ids)
+    wanted = arguments.calib_samples
+    batches = []
+    for batch in source.batches(0, batch_size=1, seed=0, shuffle=False):
+        if len(batches) == wanted:
+            break
+        if batch is not None:
+            batches.append(batch)
+    return batches
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    for name in ("calib_samples", "calib_length", "steps", "num_samples", "max_new_tokens"):
+        if getattr(arguments, name) < 1:
+            raise ExportError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
+    from modelopt_eagle.data.prompts import load_prompts
+    from modelopt_eagle.export import read_head
+    from modelopt_eagle.export.quantize import feed, quantize_drafter
+    from modelopt_eagle.target import load_target
+    from modelopt_eagle.validation import measure_acceptance
+
+    head = read_head(arguments.model_path)
+    name = arguments.base_model or head.config.target_name
+    if not name:
+        raise ExportError("the head does not name its target: give it with --base_model")
+    target = load_target(name)
+    identity = target.identity()
+    head = read_head(
+        arguments.model_path, vocab_size=identity["vocab_size"], tokenizer_hash=identity["tokenizer_hash"]
+    )
+    batches = calibration_batches(arguments, target, head.config.aux_layer_ids)
+    prompts = load_prompts(arguments.prompts, arguments.num_samples)
+
+    def measure(module) -> float:
+        print(f"measuring on {len(prompts)} prompts", file=sys.stderr)
+        return measure_acceptance(
+            target, module, prompts, num_steps=arguments.steps, max_new_tokens=arguments.max_new_tokens, max_turns=1,
+            speedup_prompts=0,
+        ).acceptance_length  # fmt: skip
+
+    report = quantize_drafter(
+        head.module, arguments.export_path, arguments.format, feed(batches, target.embedding, arguments.steps),
+        measure=measure, max_drop=arguments.max_drop, target=target, overwrite=arguments.overwrite,
+    )  # fmt: skip
+    print(f"calibrated         on {len(batches)} rows, {report.layers} layers to {report.form}")
+    print(f"size               {report.bytes_before / 1e6:.1f} MB before, {report.bytes_after / 1e6:.1f} MB after")
+    print(
+        f"acceptance length  {report.acceptance_before:.3f} before, {report.acceptance_after:.3f} after "
+        f"({-report.drop:+.1%})"
+    )
+    print(f"exported           {report.path}")
+    return 0
