@@ -37,7 +37,7 @@ class Hub(BaseHTTPRequestHandler):
         self.server.asked.append(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.server.refuse:
-            self.answer({"error": "You are not allowed"}, 403)
+            self.answer({"error": "You are not allowed"}, 401)
         elif self.path.endswith("/repos/create"):
             self.answer({"url": f"{self.server.address}/me/head"})
         elif self.path.endswith("/validate-yaml"):
@@ -89,6 +89,6 @@ def test_refusals_name_the_reason_and_leave_the_folder(tmp_path, head, hub):
     with pytest.raises(ExportError, match="is no export"):
         push_to_hub(tmp_path / "mine", "me/head", endpoint=hub.address)
     hub.refuse = True
-    with pytest.raises(ExportError, match="403.*stays"):
+    with pytest.raises(ExportError, match="401.*stays"):
         push_to_hub(tmp_path / "out", "me/head", endpoint=hub.address)
     assert hub.files == {} and load_draft(tmp_path / "out").config == head.config
