@@ -36,8 +36,8 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self):
         self.server.asked.append(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.server.refuse:
-            self.answer({"error": "You are not allowed"}, 401)
+        if self.server.refuse and "/repos/create" not in self.path:
+            self.answer({"error": "You are not allowed"}, 403)
         elif self.path.endswith("/repos/create"):
             self.answer({"url": f"{self.server.address}/me/head"})
         elif self.path.endswith("/validate-yaml"):
@@ -89,6 +89,6 @@ def test_refusals_name_the_reason_and_leave_the_folder(tmp_path, head, hub):
     with pytest.raises(ExportError, match="is no export"):
         push_to_hub(tmp_path / "mine", "me/head", endpoint=hub.address)
     hub.refuse = True
-    with pytest.raises(ExportError, match="401.*stays"):
+    with pytest.raises(ExportError, match="403.*stays"):
         push_to_hub(tmp_path / "out", "me/head", endpoint=hub.address)
     assert hub.files == {} and load_draft(tmp_path / "out").config == head.config
