@@ -11,6 +11,7 @@ from modelopt_eagle.features.batch import (
 )
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.source import FeatureSource, MemorySource, OnlineSource
+from modelopt_eagle.features.stream.source import StreamedSource
 
 __all__ = [
     "FORMAT_VERSION",
@@ -21,6 +22,7 @@ __all__ = [
     "MemorySource",
     "OfflineSource",
     "OnlineSource",
+    "StreamedSource",
     "collate",
     "needed_final_positions",
     "predicting_positions",

@@ -103,7 +103,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rows_of(dataset) -> list:
+def rows_of(dataset) -> list:
+    """The rows of a ``TokenizedDataset`` or list; FeatureError if there are none."""
     rows = list(getattr(dataset, "rows", dataset))
     if not rows:
         raise FeatureError("no rows to make features from: the data set is empty")
@@ -121,7 +122,7 @@ class OnlineSource(PlannedSource):
 
     def __init__(self, target, dataset, aux_layer_ids: Sequence[int] | None = None):
         self.target = target
-        self.rows = _rows_of(dataset)
+        self.rows = rows_of(dataset)
         self.lengths = [len(row.input_ids) for row in self.rows]
         self.contract = FeatureContract.from_target(target, aux_layer_ids, dtype=_name(target.dtype))
 
@@ -168,7 +169,7 @@ class MemorySource(PlannedSource):
             batch_tokens: padded tokens of one forward.
             progress: called with (tokens done, tokens in all) after every row.
         """
-        rows = _rows_of(dataset)
+        rows = rows_of(dataset)
         contract = FeatureContract.from_target(target, aux_layer_ids)
         total, done = sum(len(row.input_ids) for row in rows), 0
         source = cls.__new__(cls)

@@ -1,1 +1,1 @@
-"""Features streamed from running servers: messages, mailbox, client."""
+"""Features streamed from running servers: messages, mailbox, clients, the trainer's source."""

@@ -70,7 +70,9 @@ class Mailbox:
     def __init__(self, identity: dict, address: str, token: str | None = None, max_bytes: int = 4 * 2**30):
         check_bind(address, token)
         zmq = require_extra("zmq", "stream")
-        self._identity, self._token, self._max_bytes = identity, token, max_bytes
+        self._server = secrets.token_hex(8)
+        self._identity = identity | {"server": self._server}
+        self._token, self._max_bytes = token, max_bytes
         self._ready: OrderedDict[str, tuple[dict, bytes]] = OrderedDict()
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
@@ -91,6 +93,7 @@ class Mailbox:
     def put(self, key: str, message: FeatureMessage) -> None:
         """Leave a message under ``key``."""
         header, payload = encode(message)
+        header["server"] = self._server
         with self._lock:
             self._ready[key] = (header, payload)
             self._bytes += len(payload)

@@ -1,8 +1,8 @@
 """One message of the stream: the states of one request, said so fully that the trainer can refuse a wrong one.
 
 Two frames. The first is a UTF-8 JSON object with ``version, request, token_ids, aux_layer_ids, final_is_normed, shape,
-dtype, bytes, checksum``; the second the states, ``shape = [T, A+1, Ht]`` (auxiliary layers in the order of their ids,
-then the final state), row-major, little-endian. ``checksum`` is blake2b of 16 bytes over the second frame, in hex.
+dtype, bytes, checksum, server``; the second the states, ``shape = [T, A+1, Ht]`` (auxiliary layers in the order of
+their ids, then the final state), row-major, little-endian. ``checksum`` is blake2b of 16 bytes over the second frame, in hex.
 Through shared memory the second frame is a file in ``/dev/shm``, named by ``segment``.
 """
 
@@ -29,6 +29,7 @@ _FIELDS = {
     "dtype": str,
     "bytes": int,
     "checksum": str,
+    "server": str,
 }
 
 
@@ -42,6 +43,7 @@ class FeatureMessage:
         aux_layer_ids: canonical ids of the first A states.
         final_is_normed: whether the last state is after the final norm.
         states: [T, A+1, Ht] floating.
+        server: random name of the server process, told by ``hello`` too; the mailbox sets it.
     """
 
     request: str
@@ -49,6 +51,7 @@ class FeatureMessage:
     aux_layer_ids: list[int]
     final_is_normed: bool
     states: torch.Tensor
+    server: str = ""
 
 
 def checksum(payload) -> str:
@@ -70,6 +73,7 @@ def encode(message: FeatureMessage) -> tuple[dict, bytes]:
         "dtype": str(states.dtype).removeprefix("torch."),
         "bytes": len(payload),
         "checksum": checksum(payload),
+        "server": message.server,
     }
     return header, payload
 
@@ -132,5 +136,10 @@ def decode(header: dict, payload, where: str) -> FeatureMessage:
         torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
     )
     return FeatureMessage(
-        header["request"], header["token_ids"], header["aux_layer_ids"], header["final_is_normed"], states
+        header["request"],
+        header["token_ids"],
+        header["aux_layer_ids"],
+        header["final_is_normed"],
+        states,
+        header["server"],
     )

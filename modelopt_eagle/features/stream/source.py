@@ -1,0 +1,97 @@
+"""Train from running feature servers: nothing touches the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from modelopt_eagle.errors import StreamError
+from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
+from modelopt_eagle.features.compute import finish_row
+from modelopt_eagle.features.prefetch import Prefetcher
+from modelopt_eagle.features.source import PlannedSource, rows_of
+from modelopt_eagle.features.stream.pool import ServerPool
+
+_COMPARED = ("model", "revision", "aux_layer_ids", "tokenizer_hash", "hidden_size")
+
+
+class StreamedSource(PlannedSource):
+    """Features made by servers while training.
+
+    The order of rows is planned here, as for every source, so a trainer that was killed goes on at the exact row; a
+    server keeps nothing that matters. At most ``prefetch + 2`` batches are in memory.
+
+    Args:
+        urls: servers started by ``modelopt-eagle serve-features``.
+        dataset: a ``TokenizedDataset`` or a list of tokenised rows, tokenised here with the target's own template.
+        tables: ``TargetTables`` (or a ``Target``) of the same model: its final norm, head and identity.
+        aux_layer_ids: canonical ids that this run asks for.
+        token: the servers' shared token; None if they listen on loopback without one.
+        prefetch: batches asked for ahead.
+        in_flight: rows asked for at a time, over all servers.
+        transport, timeout, patience: see :class:`~modelopt_eagle.features.stream.pool.ServerPool`.
+
+    Raises:
+        StreamError: no server answers, or one serves another model, revision, tokenizer or other layers.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        dataset,
+        tables,
+        aux_layer_ids: Sequence[int],
+        *,
+        token: str | None = None,
+        prefetch: int = 2,
+        in_flight: int = 16,
+        transport: str = "auto",
+        timeout: float = 120.0,
+        patience: float = 600.0,
+    ):
+        self.rows = rows_of(dataset)
+        self.lengths = [len(row.input_ids) for row in self.rows]
+        self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
+        self._final_norm, self._head = tables.final_norm, tables.head
+        self._prefetcher = Prefetcher(max(1, prefetch))
+        self._threads = ThreadPoolExecutor(max(1, in_flight), thread_name_prefix="feature-stream")
+        self._pool = ServerPool(urls, self._check, token=token, transport=transport, timeout=timeout, patience=patience)
+        self._fetch(min(range(len(self.rows)), key=lambda i: self.lengths[i]))  # refuse a wrong server at once
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the trainer has waited for batches so far."""
+        return self._prefetcher.waited
+
+    def _check(self, url: str, identity: dict) -> None:
+        """Refuse a server of another contract (the chat template is applied here, so it is not the server's)."""
+        wrong = []
+        for name in _COMPARED:
+            wanted = getattr(self.contract, name)
+            found = tuple(identity.get(name) or ()) if name == "aux_layer_ids" else identity.get(name)
+            if found != wanted:
+                wrong.append(f"{name}: the server has {found!r}, this run has {wanted!r}")
+        if wrong:
+            raise StreamError(
+                f"{url} does not serve what this run needs:\n  " + "\n  ".join(wrong) + "\nstart it by "
+                "`modelopt-eagle serve-features` with the recipe's target and layers"
+            )
+
+    def _fetch(self, index: int) -> FeatureRow:
+        row = self.rows[index]
+        message = self._pool.fetch(row.id, row.input_ids)
+        if tuple(message.aux_layer_ids) != self.contract.aux_layer_ids:
+            raise StreamError(f"row {row.id!r}: states of layers {message.aux_layer_ids} came back")
+        if (width := message.states.shape[-1]) != self.contract.hidden_size:
+            raise StreamError(
+                f"row {row.id!r}: states of width {self.contract.hidden_size} expected, of width {width} found"
+            )
+        aux = message.states[:, :-1].flatten(1)  # [s,A*Ht]
+        norm = None if message.final_is_normed else self._final_norm
+        return finish_row(row, aux, message.states[:, -1], norm, self._head)
+
+    def load(self, indices: Sequence[int]) -> FeatureBatch:
+        return collate(list(self._threads.map(self._fetch, indices)), self.contract)
+
+    def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
+        return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
