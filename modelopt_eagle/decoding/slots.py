@@ -1,0 +1,166 @@
+"""Per-request trees in fixed tensors ``[slots + 1, …]``, for engines that batch requests by slot.
+
+A slot without a tree holds a linear chain and ``has_tree`` false, so that a kernel that reads it anyway sees a legal
+tree. The last slot is a dummy with a regular T-ary tree (the parent of node n is ``(n-1) // T``): captured graphs pad
+their batches with it and keep their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.kernels import DraftTree, pack_mask
+
+from .trees import chain_tree
+
+FIELDS = ("tokens", "flat_ids", "parents", "depths", "mask", "first_child", "next_sibling")
+
+
+class TreeSlots:
+    """Trees of up to N nodes for a number of requests.
+
+    Attributes:
+        tokens, parents, depths, first_child, next_sibling: ``[slots+1, N]`` int32; ``flat_ids [slots+1, N-1]``,
+            ``mask [slots+1, N, ceil(N/32)]``, as in ``DraftTree``.
+        has_tree: ``[slots+1]`` bool.
+        dummy: number of the last slot.
+
+    Args:
+        slots: requests at a time.
+        num_nodes: N, the largest tree, root included.
+        topk: T of the dummy's tree.
+        device: of the tensors.
+
+    Raises:
+        DecodingError: a size below 1.
+    """
+
+    def __init__(self, slots: int, num_nodes: int, topk: int, device: torch.device | str = "cpu"):
+        for name, value in (("slots", slots), ("num_nodes", num_nodes), ("topk", topk)):
+            if value < 1:
+                raise DecodingError(f"{name} must be at least 1, found {value}")
+        self.slots, self.num_nodes, self.dummy = slots, num_nodes, slots
+        self._chain = chain_tree(torch.full((1, num_nodes), -1, device=device))
+        for name in FIELDS:
+            line = getattr(self._chain, name)  # [1,...]
+            setattr(self, name, line.repeat(slots + 1, *[1] * (line.dim() - 1)))
+        self.has_tree = torch.zeros(slots + 1, dtype=torch.bool, device=device)
+        self._free = list(range(slots - 1, -1, -1))
+        self._put(torch.tensor([self.dummy], device=device), regular_tree(num_nodes, topk, device))
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def acquire(self) -> int:
+        """A slot for a new request; it holds the default chain.
+
+        Raises:
+            DecodingError: all are taken.
+        """
+        if not self._free:
+            raise DecodingError(f"all {self.slots} slots are taken: release one, or make more of them")
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Give a slot back and restore its defaults.
+
+        Raises:
+            DecodingError: the slot is not held.
+        """
+        self._check([slot])
+        self._reset(torch.tensor([slot], device=self.tokens.device))
+        self._free.append(slot)
+
+    def store(self, slots: Sequence[int], tree: DraftTree) -> None:
+        """Put the trees of a batch into their requests' slots.
+
+        A smaller tree than N is continued by its own chain of nothing: nodes behind it have token -1 and are nobody's
+        child, so that nothing of an older tree can be reached or attended.
+
+        Args:
+            slots: B held slots, distinct.
+            tree: B trees of at most N nodes.
+
+        Raises:
+            DecodingError: slots not held or named twice, or a tree that is too large.
+        """
+        self._check(slots)
+        if len(set(slots)) != len(slots) or len(slots) != len(tree.tokens):
+            raise DecodingError(f"one distinct slot a tree is needed: {len(tree.tokens)} trees, slots {list(slots)}")
+        if tree.num_nodes > self.num_nodes:
+            raise DecodingError(f"a tree of {tree.num_nodes} nodes does not fit slots of {self.num_nodes}")
+        self._put(torch.tensor(list(slots), device=self.tokens.device), tree)
+
+    def gather(self, slots: Sequence[int]) -> tuple[DraftTree, Tensor]:
+        """The trees of some slots as a batch, and ``tree_valid [B]``; a free slot or -1 reads as the dummy, invalid."""
+        held = set(range(self.slots)) - set(self._free)
+        index = torch.tensor([s if s in held else self.dummy for s in slots], device=self.tokens.device)  # [B]
+        return DraftTree(*(getattr(self, name)[index] for name in FIELDS)), self.has_tree[index] & (index != self.dummy)
+
+    def _check(self, slots: Sequence[int]) -> None:
+        wrong = [slot for slot in slots if not 0 <= slot < self.slots or slot in self._free]
+        if wrong:
+            raise DecodingError(f"slot {wrong[0]} is not held: acquire() gives slots from 0 to {self.slots - 1}")
+
+    def _reset(self, index: Tensor) -> None:
+        for name in FIELDS:
+            getattr(self, name)[index] = getattr(self._chain, name)
+        self.has_tree[index] = False
+
+    def _put(self, index: Tensor, tree: DraftTree) -> None:
+        count = tree.num_nodes
+        for name in FIELDS:
+            field, value = getattr(self, name), getattr(tree, name)
+            if name == "mask":
+                whole = value.new_zeros(len(index), self.num_nodes, field.shape[-1])
+                whole[:, :count, : value.shape[-1]] = value
+                node = torch.arange(count, self.num_nodes, device=value.device)
+                word = (torch.ones_like(node) << node % 32).to(torch.int64)  # nodes behind the tree see themselves
+                word = torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
+                whole[:, node, node // 32] = word
+            elif name == "depths":
+                whole = value.new_zeros(len(index), self.num_nodes)
+                whole[:, :count] = value
+            else:
+                size = field.shape[1]
+                whole = value.new_full((len(index), size), -1)
+                whole[:, : value.shape[1]] = value
+            field[index] = whole
+        self.has_tree[index] = True
+
+
+def regular_tree(num_nodes: int, topk: int, device: torch.device | str = "cpu") -> DraftTree:
+    """One T-ary tree of N nodes, the parent of n being ``(n-1) // T``; tokens 0 to T-1 below every node."""
+    parent = [-1, *((node - 1) // topk for node in range(1, num_nodes))]
+    depth, sees = [0] * num_nodes, torch.zeros(1, num_nodes, num_nodes, dtype=torch.bool)
+    first, following = [-1] * num_nodes, [-1] * num_nodes
+    for node in range(num_nodes):
+        above = parent[node]
+        if above >= 0:
+            depth[node] = depth[above] + 1
+            sees[0, node] = sees[0, above]
+            if first[above] < 0:
+                first[above] = node
+            elif parent[node - 1] == above:
+                following[node - 1] = node
+        sees[0, node, node] = True
+
+    def row(values: list[int]) -> Tensor:
+        return torch.tensor([values], dtype=torch.int32, device=device)
+
+    return DraftTree(
+        tokens=row([-1, *((node - 1) % topk for node in range(1, num_nodes))]),
+        flat_ids=row(list(range(num_nodes - 1))),
+        parents=row(parent),
+        depths=row(depth),
+        mask=pack_mask(sees.to(device)),
+        first_child=row(first),
+        next_sibling=row(following),
+        max_depth=max(depth),
+    )

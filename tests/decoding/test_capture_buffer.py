@@ -1,0 +1,69 @@
+"""The capture buffer takes real rows only, by column blocks, and refuses what does not fit."""
+
+import pytest
+import torch
+
+from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
+from modelopt_eagle.errors import DecodingError, TargetError
+
+
+def test_columns_rows_and_residuals():
+    buffer = CaptureBuffer(12, 4, max_tokens=6, max_requests=2, num_nodes=3, aux_layer_ids=[9, 1, 11])
+    assert buffer.layer_ids == (1, 9, 11) and buffer.data.shape == (6 + 3 * 2, 12)
+    address = buffer.data.data_ptr()
+    buffer.begin()
+    outputs = {layer: torch.full((8, 4), float(layer)) for layer in buffer.layer_ids}  # 8 rows, 3 of them padding
+    for layer, output in outputs.items():
+        buffer.write(layer, output, 5, residual=torch.ones(8, 4) if layer == 9 else None)
+    assert buffer.read(5)[0].tolist() == [1.0] * 4 + [10.0] * 4 + [11.0] * 4
+    assert not buffer.data[5:].any()  # the graph's padding never came in
+    assert buffer.read(5).data_ptr() == address
+    assert buffer.wants(9) and not buffer.wants(2)
+
+
+def test_equals_the_hooks_of_the_target(target):
+    ids = torch.tensor([[5, 9, 33, 70]])
+    expected = target.features(ids, None, (1, 3, 4)).aux_hidden[0]
+    buffer = CaptureBuffer(target.num_layers, target.hidden_size, 4, 1, 1)  # the default layers of 8
+    handles = [
+        target.layers[k].register_forward_hook(lambda module, args, out, k=k: buffer.write(k, out[0], 4))
+        for k in buffer.layer_ids
+    ]
+    target.model(ids)
+    for handle in handles:
+        handle.remove()
+    assert buffer.layer_ids == (1, 3, 4) and torch.equal(buffer.read(4), expected)
+
+
+def test_default_needs_six_layers_and_empty_switches_off():
+    assert CaptureBuffer(6, 4, 1, 1, 1).layer_ids == (1, 2, 3)
+    with pytest.raises(TargetError, match="6 layers"):
+        CaptureBuffer(5, 4, 1, 1, 1)
+    with pytest.raises(TargetError):
+        CaptureBuffer(8, 4, 1, 1, 1, aux_layer_ids=[1, 1])
+    off = CaptureBuffer(3, 4, 100, 10, 10, aux_layer_ids=[])
+    assert not off.enabled and off.data.numel() == 0
+    with pytest.raises(DecodingError, match="switched off"):
+        off.read(1)
+
+
+def test_too_small_or_too_few_is_an_error():
+    buffer = CaptureBuffer(8, 4, 2, 1, 2, aux_layer_ids=[0, 5])
+    with pytest.raises(DecodingError, match="do not fit a capture buffer of 4"):
+        buffer.write(0, torch.zeros(9, 4), 5)
+    with pytest.raises(DecodingError, match="4 rows were announced, its output has 3"):
+        buffer.write(0, torch.zeros(3, 4), 4)
+    with pytest.raises(DecodingError, match="not captured"):
+        buffer.write(3, torch.zeros(3, 4), 3)
+    with pytest.raises(DecodingError, match="expected"):
+        buffer.write(0, torch.zeros(3, 5), 3)
+    buffer.write(0, torch.zeros(3, 4), 3)
+    with pytest.raises(DecodingError, match=r"fewer in this pass: \{5: 0\}"):
+        buffer.read(3)
+    buffer.write(5, torch.zeros(3, 4), 3)
+    buffer.read(3)
+    buffer.begin()  # the rows of the pass before no longer count
+    with pytest.raises(DecodingError):
+        buffer.read(1)
+    with pytest.raises(DecodingError, match="max_tokens"):
+        CaptureBuffer(8, 4, 0, 1, 1)

@@ -1,0 +1,120 @@
+"""Slots never show anything of an older tree; released ones hold a legal chain; nothing leaks."""
+
+import random
+
+import pytest
+import torch
+
+from modelopt_eagle.decoding.slots import FIELDS, TreeSlots, regular_tree
+from modelopt_eagle.decoding.trees import chain_tree
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.kernels import build_tree, unpack_mask, verify_greedy
+
+TOPK, DEPTH, LARGEST = 3, 4, 30
+
+
+def random_tree(nodes, seed, batch=1):
+    """A tree of a random expansion, cumulative scores."""
+    generator = torch.Generator().manual_seed(seed)
+    history = TOPK + TOPK * TOPK * (DEPTH - 1)
+    scores = torch.zeros(batch, history)
+    parents = torch.full((batch, TOPK * (DEPTH - 1) + 1), -1)
+    drawn = torch.rand(batch, history, generator=generator).log()
+    for row in range(batch):
+        survivors = list(range(TOPK))
+        scores[row, :TOPK] = drawn[row, :TOPK]
+        for layer in range(1, DEPTH):
+            start = TOPK + TOPK * TOPK * (layer - 1)
+            parents[row, 1 + TOPK * (layer - 1) : 1 + TOPK * layer] = torch.tensor(survivors)
+            for slot, flat in enumerate(survivors):
+                own = slice(start + slot * TOPK, start + (slot + 1) * TOPK)
+                scores[row, own] = scores[row, flat] + drawn[row, own]
+            order = scores[row, start : start + TOPK * TOPK].argsort(descending=True, stable=True)[:TOPK]
+            survivors = sorted((start + order).tolist(), key=lambda f: -scores[row, f])
+    tokens = torch.arange(history).expand(batch, -1) + 100
+    return build_tree(scores, tokens, parents, nodes, TOPK)
+
+
+def fields(slots, slot):
+    return {name: getattr(slots, name)[slot].clone() for name in FIELDS}
+
+
+def test_nothing_of_an_older_tree_is_seen():
+    used, fresh = TreeSlots(4, LARGEST, TOPK), TreeSlots(4, LARGEST, TOPK)
+    held = [used.acquire() for _ in range(4)]
+    assert held == [fresh.acquire() for _ in range(4)]
+    used.store(held, random_tree(LARGEST, 0, batch=4))  # the largest tree everywhere
+    for nodes in (12, 5):
+        small = random_tree(nodes, nodes, batch=2)
+        for slots in (used, fresh):
+            slots.store([held[2], held[0]], small)
+        for slot in (held[2], held[0]):
+            mine, theirs = fields(used, slot), fields(fresh, slot)
+            assert all(torch.equal(mine[name], theirs[name]) for name in FIELDS)
+        tree, valid = used.gather([held[2], held[0]])
+        assert valid.all()
+        for name in ("tokens", "parents", "depths", "first_child", "next_sibling"):
+            assert torch.equal(getattr(tree, name)[:, :nodes], getattr(small, name))
+        assert torch.equal(unpack_mask(tree.mask, LARGEST)[:, :nodes, :nodes], unpack_mask(small.mask, nodes))
+        assert not unpack_mask(tree.mask, LARGEST)[:, :nodes, nodes:].any()  # no node attends what lies behind
+        predict = torch.arange(2 * LARGEST).view(2, LARGEST) % 40 + 100
+        padded, own = verify_greedy(tree, predict), verify_greedy(small, predict[:, :nodes])
+        assert torch.equal(padded.num_accepted, own.num_accepted)
+
+
+def test_released_and_unused_slots_hold_a_chain():
+    slots = TreeSlots(3, LARGEST, TOPK)
+    line = chain_tree(torch.full((1, LARGEST), -1))
+    slot = slots.acquire()
+    slots.store([slot], random_tree(LARGEST, 1))
+    assert slots.has_tree[slot]
+    slots.release(slot)
+    for number in range(3):
+        assert not slots.has_tree[number]
+        for name in FIELDS:
+            assert torch.equal(getattr(slots, name)[number], getattr(line, name)[0]), name
+
+
+def test_dummy_is_a_regular_tree_and_never_valid():
+    slots = TreeSlots(2, 11, 3)
+    assert slots.parents[slots.dummy].tolist() == [-1, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert slots.depths[slots.dummy].tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
+    regular_tree(11, 3).check()
+    tree, valid = slots.gather([-1, 0])  # neither is held
+    assert not valid.any() and torch.equal(tree.parents[0], tree.parents[1])
+    walked = verify_greedy(tree, torch.zeros(2, 11, dtype=torch.int64), valid)
+    assert walked.num_accepted.tolist() == [0, 0]
+
+
+def test_slots_are_conserved_over_a_hundred_requests():
+    """B157."""
+    slots, held, chance = TreeSlots(5, 12, TOPK), [], random.Random(0)
+    served = 0
+    while served < 100:
+        if slots.free and chance.random() < 0.6:
+            held.append(slots.acquire())
+            served += 1
+        elif held:
+            slots.store([held[0]], random_tree(chance.choice([5, 8, 12]), served))
+            slots.release(held.pop(chance.randrange(len(held))))
+    for slot in held:
+        slots.release(slot)
+    assert slots.free == 5 and sorted(slots.acquire() for _ in range(5)) == list(range(5))
+
+
+def test_bad_use_is_refused():
+    slots = TreeSlots(1, 8, 2)
+    slot = slots.acquire()
+    with pytest.raises(DecodingError, match="all 1 slots are taken"):
+        slots.acquire()
+    with pytest.raises(DecodingError, match="does not fit slots of 8"):
+        slots.store([slot], random_tree(12, 0))
+    with pytest.raises(DecodingError, match="distinct slot"):
+        slots.store([slot, slot], random_tree(6, 0, batch=2))
+    slots.release(slot)
+    with pytest.raises(DecodingError, match="not held"):
+        slots.release(slot)
+    with pytest.raises(DecodingError, match="not held"):
+        slots.store([slots.dummy], random_tree(6, 0))
+    with pytest.raises(DecodingError, match="num_nodes"):
+        TreeSlots(1, 0, 2)
