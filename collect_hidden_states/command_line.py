@@ -33,9 +33,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         "--aux-layers", metavar="a,b,c", help="layers by their outputs, 0-based (default 1, n//2-1, n-4)"
     )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one forward (default 4096)")
-    parser.add_argument(
-        "--shard-mib", type=float, default=SHARD_BYTES / 2**20, help="of a shard file (default 256)"
-    )
+    parser.add_argument("--shard-mib", type=float, default=SHARD_BYTES / 2**20, help="of a shard file (default 256)")
     parser.add_argument("--chat-template", help="Jinja template, or a file with one, in place of the target's own")
     parser.add_argument("--revision", help="branch, tag or commit of the target on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code from the checkpoint")

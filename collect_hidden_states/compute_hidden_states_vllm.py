@@ -9,8 +9,7 @@ def open_back_end(args):
     """Start the engine; norm and head are read from the target's files."""
     from modelopt_eagle.features.dump import EngineBackEnd
     from modelopt_eagle.features.vllm_engine import VllmFeatures
-    from modelopt_eagle.target import load_target_tables
-    from modelopt_eagle.target.capture import check_layer_ids, default_layer_ids
+    from modelopt_eagle.target import check_layer_ids, default_layer_ids, load_target_tables
 
     tables = load_target_tables(
         args.model,
@@ -40,9 +39,9 @@ def open_back_end(args):
                 options=options,
             )
         for number, message in engine.states(rows):
-            yield number, message.states[:, :-1], message.states[:, -1]
+            yield number, message.states[:, :-1].flatten(1), message.states[:, -1]
 
-    return EngineBackEnd(tables, ids, states, read_generation_config(args))
+    return EngineBackEnd(tables, ids, states, read_generation_config(args), final_is_normed=False)
 
 
 if __name__ == "__main__":

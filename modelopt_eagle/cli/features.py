@@ -1,35 +1,41 @@
-"""Look at a feature store, check it, join its manifests: ``features inspect|verify|merge DIR``."""
+"""Look at a feature store, check it, join its manifests: ``features inspect|verify|merge|import DIR``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 
-from modelopt_eagle.features.store import maintenance
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.store import STORAGE_DTYPES, maintenance
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="modelopt-eagle features", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
-    inspect = actions.add_parser(
-        "inspect", help="rows, tokens, bytes, contract, lengths (reads manifests only)"
-    )
+    inspect = actions.add_parser("inspect", help="rows, tokens, bytes, contract, lengths (reads manifests only)")
     inspect.add_argument("folder", metavar="DIR")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     verify = actions.add_parser("verify", help="read every byte: sizes, checksums, rows, NaN and infinity")
     verify.add_argument("folder", metavar="DIR")
-    verify.add_argument(
-        "--drop-bad", action="store_true", help="delete bad shards; the next dump redoes their rows"
-    )
+    verify.add_argument("--drop-bad", action="store_true", help="delete bad shards; the next dump redoes their rows")
     merge = actions.add_parser("merge", help="join the manifests of all --shard i/n workers into manifest.json")
     merge.add_argument("folder", metavar="DIR")
+    foreign = actions.add_parser("import", help="turn a dump of Model-Optimizer, SpecForge or speculators into a store")
+    foreign.add_argument("folder", metavar="DIR")
+    foreign.add_argument("--model", required=True, help="the target that made it: hub id or local folder")
+    foreign.add_argument("--output-dir", required=True, help="the store to write; goes on if it was begun")
+    foreign.add_argument("--aux-layers", metavar="a,b,c", help="canonical ids of its layers, in their order")
+    foreign.add_argument("--final-states", choices=("normed", "pre-norm"), help="where the files do not say it")
+    foreign.add_argument("--all-supervised", action="store_true", help="where the files hold no loss mask")
+    foreign.add_argument("--dtype", default="bfloat16", choices=list(STORAGE_DTYPES), help="default bfloat16")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0, or 1 when ``verify`` found bad shards."""
     args = build_parser().parse_args(argv)
-    return {"inspect": _inspect, "verify": _verify, "merge": _merge}[args.action](args)
+    actions = {"inspect": _inspect, "verify": _verify, "merge": _merge, "import": _import}
+    return actions[args.action](args)
 
 
 def _inspect(args) -> int:
@@ -58,4 +64,23 @@ def _verify(args) -> int:
 
 def _merge(args) -> int:
     print(f"manifest.json now names {maintenance.merge(args.folder)} shards")
+    return 0
+
+
+def _import(args) -> int:
+    from modelopt_eagle.data.progress import ProgressBar
+    from modelopt_eagle.features.dump import import_rows
+    from modelopt_eagle.features.foreign import open_offline
+    from modelopt_eagle.target import load_target_tables
+
+    try:
+        layers = None if args.aux_layers is None else tuple(int(part) for part in args.aux_layers.split(","))
+    except ValueError as error:
+        raise FeatureError(f"--aux-layers takes numbers such as 1,14,26; found {args.aux_layers!r}") from error
+    normed = None if args.final_states is None else args.final_states == "normed"
+    tables = load_target_tables(args.model)
+    source = open_offline(args.folder, tables, layers, final_is_normed=normed, all_supervised=args.all_supervised)
+    bar = ProgressBar(len(source.lengths), "import")
+    made = import_rows(source, args.output_dir, args.dtype, progress=bar.advance)
+    print(f"{args.output_dir}: {made} of {len(source.lengths)} rows imported now")
     return 0

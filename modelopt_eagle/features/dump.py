@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,19 +82,27 @@ class TargetBackEnd:
 
 
 class EngineBackEnd:
-    """Features by an inference engine that hands out aux states and the state before the final norm.
+    """Features by an inference engine that hands out aux states and final states.
 
     Args:
         tables: ``TargetTables``: final norm and head of the same model, applied here, and its identity.
         aux_layer_ids: canonical ids, ascending.
-        states: ``states(rows)`` yields (number of the row, aux [s, A, Ht], pre-norm final [s, Ht]).
+        states: ``states(rows)`` yields (number of the row, aux [s, A*Ht], final [s, Ht]).
         generation_config: the target's ``GenerationConfig``, or None if it has none.
+        final_is_normed: whether the engine's final states are post-norm.
     """
 
     def __init__(
-        self, tables, aux_layer_ids: Sequence[int], states: Callable[[Sequence], Iterator], generation_config=None
+        self,
+        tables,
+        aux_layer_ids: Sequence[int],
+        states: Callable[[Sequence], Iterator],
+        generation_config=None,
+        *,
+        final_is_normed: bool,
     ):
         self._tables, self._states = tables, states
+        self._norm = None if final_is_normed else tables.final_norm
         self.tokenizer = tables.tokenizer
         self.end_token_ids = stop_ids(generation_config, tables.config)
         self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
@@ -101,7 +110,7 @@ class EngineBackEnd:
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
         """See :class:`BackEnd`."""
         for number, aux, final in self._states(rows):
-            yield number, finish_row(rows[number], aux.flatten(1), final, self._tables.final_norm, self._tables.head)
+            yield number, finish_row(rows[number], aux, final, self._norm, self._tables.head)
 
 
 @dataclass(frozen=True)
@@ -228,3 +237,31 @@ def dump(
         if made != len(missing):
             raise FeatureError(f"{len(missing)} rows were asked for, {made} came back; run the same command again")
     return made, before
+
+
+def import_rows(source, folder: str | Path, dtype: str, progress: Callable[[], None] | None = None) -> int:
+    """Write the rows of a source into a store; goes on where an earlier call stopped. Returns the rows written now.
+
+    Args:
+        source: an ``OfflineSource`` of any reader.
+        folder: the store.
+        dtype: storage dtype.
+        progress: called after every row.
+
+    Raises:
+        FeatureError: a bad row, or a store begun with another contract or data.
+    """
+    digest = hashlib.sha256()
+    for number in range(len(source.lengths)):  # all ids first: a store never goes on with other data
+        row = source.reader.row(number)
+        digest.update(f"{row.row_id}\0{row.input_ids.tolist()}\0{row.supervised.tolist()}".encode())
+    contract = replace(source.contract, dtype=dtype)
+    made, count = 0, len(source.lengths)
+    with StoreWriter(folder, contract, dataset_hash=digest.hexdigest(), dataset_rows=count) as writer:
+        for number in range(count):
+            if number not in writer.done:
+                writer.add(number, source.row(number))
+                made += 1
+            if progress is not None:
+                progress()
+    return made

@@ -2,8 +2,8 @@
 
 Two frames. The first is a UTF-8 JSON object with ``version, request, token_ids, aux_layer_ids, final_is_normed, shape,
 dtype, bytes, checksum, server``; the second the states, ``shape = [T, A+1, Ht]`` (auxiliary layers in the order of
-their ids, then the final state), row-major, little-endian. ``checksum`` is blake2b of 16 bytes over the second frame, in hex.
-Through shared memory the second frame is a file in ``/dev/shm``, named by ``segment``.
+their ids, then the final state), row-major, little-endian. ``checksum`` is blake2b of 16 bytes over the second frame,
+in hex. Through shared memory the second frame is a file in ``/dev/shm``, named by ``segment``.
 """
 
 from __future__ import annotations
