@@ -333,9 +333,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=list(CHECKS), choices=list(CHECKS), metavar="KERNEL")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a line a kernel")
     options = parser.parse_args(arguments)
-    if options.device == "cpu":  # uninitialised outputs then hold a telling value, not a lucky one
-        torch.use_deterministic_algorithms(True)
-    failures = run_checks(options.device, options.backend, options.cases, options.seed, options.only)
+    strict = torch.are_deterministic_algorithms_enabled()
+    try:
+        if options.device == "cpu":  # uninitialised outputs then hold a telling value, not a lucky one
+            torch.use_deterministic_algorithms(True)
+        failures = run_checks(options.device, options.backend, options.cases, options.seed, options.only)
+    finally:
+        torch.use_deterministic_algorithms(strict)
     if options.json:
         print(json.dumps({"cases": options.cases, "failures": failures}))
     else:

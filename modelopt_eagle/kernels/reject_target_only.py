@@ -25,7 +25,14 @@ from modelopt_eagle.kernels.inverse_cdf import (
     draw_token,
     vocabulary_block,
 )
-from modelopt_eagle.kernels.verify_greedy import MAX_BLOCK, Accepted, check_tree, empty_accepted
+from modelopt_eagle.kernels.verify_greedy import (
+    MAX_BLOCK,
+    Accepted,
+    accepted_fields,
+    check_tree,
+    empty_accepted,
+    nobody,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -113,30 +120,32 @@ def reject_target_only_reference(tokens, parents, target_probs, coins, last_unif
     rows = torch.arange(batch, device=tokens.device)  # [B]
     node = torch.zeros(batch, dtype=torch.long, device=tokens.device)  # [B]
     valid = torch.ones(batch, dtype=torch.bool, device=tokens.device) if tree_valid is None else tree_valid
+    known = (tokens >= 0) & (tokens < target_probs.shape[2])  # [B,N] a token beyond the vocabulary has no mass
+    inside = torch.where(known, tokens, 0).long()  # [B,N]
     walking = valid
     path, out = [node], []
     for step in range(depth):
-        children = parents == node[:, None]  # [B,N]
-        mass = target_probs[rows, node].double().gather(1, tokens.long().clamp(min=0))  # [B,N]
-        mass = mass * children  # [B,N]
+        mass = target_probs[rows, node].gather(1, inside).double()  # [B,N]
+        mass = mass * ((parents == node[:, None]) & known)  # [B,N] of the node's children
         hit = (mass > 0) & (coins[:, step, None].double() < mass.cumsum(1))  # [B,N]
         walking = walking & hit.any(1)
+        if nobody(walking):
+            break
         child = hit.to(torch.int8).argmax(1)  # [B]
         node = torch.where(walking, child, node)
         path.append(torch.where(walking, node, -1))
         out.append(torch.where(walking, tokens.gather(1, child[:, None])[:, 0], -1))
-    nodes = torch.stack(path, dim=1).to(torch.int32)  # [B,D+1]
-    count = (nodes >= 0).sum(1).to(torch.int32) - 1  # [B]
+    out.append(torch.full_like(node, -1))
+    count, nodes, emitted = accepted_fields(path, out, depth)  # emitted still lacks the last token
 
     whole = target_probs[rows, node].double()  # [B,V] after the last accepted node
-    children = (parents == node[:, None]) & valid[:, None]  # [B,N]
+    children = (parents == node[:, None]) & valid[:, None] & known  # [B,N]
     spare = whole.shape[1]  # column V takes the tokens of the other nodes
     left_out = torch.zeros(batch, spare + 1, dtype=torch.bool, device=tokens.device)
     left_out.scatter_(1, torch.where(children, tokens.long(), spare), True)
     last = draw_reference(whole.masked_fill(left_out[:, :spare], 0.0), last_uniforms)  # [B]
     last = torch.where(last < 0, draw_reference(whole, last_uniforms), last)  # rounding left the rest empty
-    emitted = torch.stack([*out, torch.full_like(last, -1)], dim=1)  # [B,D+1]
-    return count, nodes, emitted.scatter(1, count[:, None].long(), last[:, None]).to(torch.int32)
+    return count, nodes, emitted.scatter(1, count[:, None].long(), last[:, None].to(torch.int32))
 
 
 @TritonKernel
@@ -171,7 +180,8 @@ def _reject_target_only_kernel(
             here = inside & (tl.load(parents_ptr + other * stride_parent, mask=inside, other=-2).to(tl.int32) == node)
             token = tl.load(tokens_ptr + other * stride_token, mask=here, other=0).to(tl.int64)
             place = probs_ptr + node.to(tl.int64) * stride_node + token * stride_entry
-            mass = tl.load(place, mask=here, other=0.0).to(tl.float64)
+            known = here & (token >= 0) & (token < vocabulary)
+            mass = tl.load(place, mask=known, other=0.0).to(tl.float64)
             hit = (mass > 0) & (coin < before + tl.cumsum(mass, 0))
             child = tl.minimum(child, tl.min(tl.where(hit, other, num_nodes)))
             before += tl.sum(mass)

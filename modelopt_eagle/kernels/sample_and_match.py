@@ -24,10 +24,12 @@ from modelopt_eagle.kernels.inverse_cdf import (
 from modelopt_eagle.kernels.verify_greedy import (
     MAX_BLOCK,
     Accepted,
+    accepted_fields,
     check_tree,
     empty_accepted,
     find_child,
     find_child_reference,
+    nobody,
 )
 
 if TYPE_CHECKING:
@@ -120,12 +122,13 @@ def sample_and_match_reference(tokens, parents, target_probs, uniforms, tree_val
     for step in range(1, depth + 1):
         child, exists = find_child_reference(tokens, parents, node, drawn)
         walking = walking & exists
+        if nobody(walking):
+            break
         node = torch.where(walking, child, node)
         drawn = draw_reference(target_probs[rows, node], uniforms[:, step])  # [B]
         path.append(torch.where(walking, node, -1))
         out.append(torch.where(walking, drawn, -1))
-    nodes = torch.stack(path, dim=1).to(torch.int32)  # [B,D+1]
-    return (nodes >= 0).sum(1).to(torch.int32) - 1, nodes, torch.stack(out, dim=1).to(torch.int32)
+    return accepted_fields(path, out, depth)
 
 
 @TritonKernel

@@ -123,6 +123,19 @@ def find_child_reference(tokens, parents, node, token):
     return match.to(torch.int8).argmax(dim=1), match.any(dim=1)
 
 
+def nobody(walking: torch.Tensor) -> bool:
+    """Whether no row walks on, so that a reference on the CPU may stop; a GPU is not waited for: always False."""
+    return walking.device.type == "cpu" and not bool(walking.any())
+
+
+def accepted_fields(path: list[torch.Tensor], out: list[torch.Tensor], depth: int) -> tuple[torch.Tensor, ...]:
+    """Accepted's fields from the nodes and tokens of each step [B], -1 after a row's end; ended steps are added."""
+    padding = (0, depth + 1 - len(path))
+    nodes = torch.nn.functional.pad(torch.stack(path, dim=1), padding, value=-1).to(torch.int32)  # [B,D+1]
+    emitted = torch.nn.functional.pad(torch.stack(out, dim=1), padding, value=-1).to(torch.int32)  # [B,D+1]
+    return (nodes >= 0).sum(1).to(torch.int32) - 1, nodes, emitted
+
+
 def verify_greedy_reference(tokens, parents, target_predict, tree_valid, depth):
     """The same walk with plain tensor operations, one step of all rows at a time."""
     batch = tokens.shape[0]
@@ -134,12 +147,13 @@ def verify_greedy_reference(tokens, parents, target_predict, tree_valid, depth):
     for _ in range(depth):
         child, exists = find_child_reference(tokens, parents, node, emitted)
         walking = walking & exists
+        if nobody(walking):
+            break
         node = torch.where(walking, child, node)
         emitted = predict.gather(1, node[:, None])[:, 0]  # [B]
         path.append(torch.where(walking, node, -1))
         out.append(torch.where(walking, emitted, -1))
-    nodes = torch.stack(path, dim=1).to(torch.int32)  # [B,D+1]
-    return (nodes >= 0).sum(1).to(torch.int32) - 1, nodes, torch.stack(out, dim=1).to(torch.int32)
+    return accepted_fields(path, out, depth)
 
 
 @TritonKernel

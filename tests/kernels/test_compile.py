@@ -1,0 +1,62 @@
+"""The operations as ``torch.library`` ops: their schemas and fake forms hold, and torch.compile takes them whole."""
+
+import pytest
+import torch
+
+from modelopt_eagle import kernels
+from modelopt_eagle.kernels.parity import Cases
+from tests.kernels.test_build_tree import worked_example
+
+ops = torch.ops.modelopt_eagle
+
+
+def arguments(name: str) -> tuple:
+    """Arguments of an op, made for the reference."""
+    scores, tokens, parent_list = worked_example()
+    tree = kernels.build_tree(scores, tokens, parent_list, 6, 2)
+    probs, uniforms = torch.rand(1, 6, 40).softmax(-1), torch.rand(1, 4)
+    nodes, counts = Cases(0, "cpu").accepted(1, 6, 4)
+    walk = (tree.tokens, tree.parents)
+    return {
+        "select_nodes": (scores, 5, "auto"),
+        "build_tree": (scores, tokens, parent_list, None, 6, 2, "auto"),
+        "verify_greedy": (*walk, torch.tensor([[12, 70, 23, 71, 50, 72]]), torch.tensor([True]), 3, "auto"),
+        "sample_and_match": (*walk, probs, uniforms, None, 3, "auto"),
+        "reject_target_only": (*walk, probs, uniforms[:, :3], uniforms[:, 3], None, 3, "auto"),
+        "pack_mask": (torch.rand(2, 3, 40) < 0.5, "auto"),
+        "unpack_mask": (torch.ones(2, 3, 2, dtype=torch.int32), 40, "auto"),
+        "repack_mask": (torch.ones(2, 3, 2, dtype=torch.int32), torch.tensor([2, 1]), 3, 2, "auto"),
+        "repack_accepted": (torch.rand(1, 6, 8), nodes, counts, "auto"),
+        "relocate_kv": (torch.rand(1, 2, 9, 4), nodes, counts, torch.tensor([2]), None, 2, 0, False, "auto"),
+    }[name]
+
+
+NAMES = ("select_nodes", "build_tree", "verify_greedy", "sample_and_match", "reject_target_only", "pack_mask",
+         "unpack_mask", "repack_mask", "repack_accepted", "relocate_kv")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(ops, name), arguments(name), test_utils=tests)
+
+
+def decode_step(scores, tokens, parent_list, predict, cache, lengths):
+    """Build, verify, gather and relocate, as a decoding step does."""
+    tree = kernels.build_tree(scores, tokens, parent_list, 6, 2)
+    accepted = kernels.verify_greedy(tree, predict)
+    kernels.relocate_kv(cache, accepted.nodes, accepted.num_accepted, lengths)
+    rows = kernels.repack_accepted(predict, accepted.nodes, accepted.num_accepted)
+    return kernels.unpack_mask(tree.mask), accepted.tokens, accepted.num_accepted, rows
+
+
+def test_a_whole_step_compiles_without_graph_breaks():
+    predict, lengths = torch.tensor([[12, 70, 23, 71, 50, 72]]), torch.tensor([3])
+    caches = [torch.arange(20.0).view(1, 1, 20, 1) for _ in range(2)]
+    compiled = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
+    found = compiled(*worked_example(), predict, caches[0], lengths)
+    expected = decode_step(*worked_example(), predict, caches[1], lengths)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(caches[0], caches[1])
+    assert caches[0].flatten()[3:6].tolist() == [3.0, 5.0, 7.0]
