@@ -9,6 +9,8 @@ from modelopt_eagle.features.batch import (
     needed_final_positions,
     predicting_positions,
 )
+from modelopt_eagle.features.foreign import open_offline
+from modelopt_eagle.features.hybrid import HybridSource
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.source import FeatureSource, MemorySource, OnlineSource
 from modelopt_eagle.features.stream.source import StreamedSource
@@ -19,11 +21,13 @@ __all__ = [
     "FeatureContract",
     "FeatureRow",
     "FeatureSource",
+    "HybridSource",
     "MemorySource",
     "OfflineSource",
     "OnlineSource",
     "StreamedSource",
     "collate",
     "needed_final_positions",
+    "open_offline",
     "predicting_positions",
 ]

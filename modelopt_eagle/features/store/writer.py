@@ -137,6 +137,11 @@ class StoreWriter:
         if self._pending_bytes >= self._shard_bytes:
             self.flush()
 
+    @property
+    def pending(self) -> int:
+        """Rows taken that are not on the disk yet."""
+        return len(self._pending)
+
     def flush(self) -> None:
         """Write the pending rows as one shard, then the manifest that names it."""
         if not self._pending:

@@ -1,0 +1,141 @@
+"""A store that is filled while training: a row it lacks is made once, stored, and read from then on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
+from modelopt_eagle.features.prefetch import Prefetcher
+from modelopt_eagle.features.source import PlannedSource, rows_of
+from modelopt_eagle.features.store import SHARD_BYTES, StoreReader, StoreWriter, dataset_hash
+from modelopt_eagle.features.store.codec import decode_row, encode_row, join_rows
+
+
+class HybridSource(PlannedSource):
+    """Rows of a data set, read from a store where it has them.
+
+    Args:
+        folder: the store; need not exist for ``generate``. It must be of this data set.
+        dataset: a ``TokenizedDataset`` or a list of tokenised rows.
+        contract: what this run asks for; its ``dtype`` is the storage dtype of a new store.
+        on_missing: a row that the store lacks: ``"fail"`` stops at once, ``"skip"`` leaves it out (see ``skipped``),
+            ``"generate"`` makes it by ``make``, stores it, and serves it as the store will (so that a run gives the
+            same numbers whether a row was there or not).
+        make: features of some tokenised rows, in their order: ``compute_features`` with a target, or
+            ``lambda rows: [...]`` over a server. Needed for ``generate``.
+        prefetch: batches prepared ahead.
+        shard_bytes: size of the shards written.
+
+    Attributes:
+        skipped: rows left out.
+        generated: rows made so far.
+
+    Raises:
+        FeatureError: rows are missing and ``on_missing`` is ``fail``; the store is damaged, of other data, or of another
+            contract; another process fills it.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dataset,
+        contract: FeatureContract,
+        *,
+        on_missing: str = "fail",
+        make: Callable[[Sequence], Sequence[FeatureRow]] | None = None,
+        prefetch: int = 2,
+        shard_bytes: int = SHARD_BYTES,
+    ):
+        if on_missing not in ("fail", "skip", "generate"):
+            raise FeatureError(f"on_missing={on_missing!r} is not known; choose fail, skip or generate")
+        if on_missing == "generate" and make is None:
+            raise FeatureError("on_missing: generate needs a target or a feature server to make rows with")
+        self._rows, self._make, self._folder = rows_of(dataset), make, Path(folder)
+        self._data = dataset_hash(self._rows)
+        self._fresh: dict[int, FeatureRow] = {}  # made, and not yet in a shard
+        self._lock = threading.Lock()
+        self._writer: StoreWriter | None = None
+        self.generated = 0
+        begun = self._folder.is_dir() and any(self._folder.glob("manifest*.json"))
+        if on_missing == "generate":
+            stored = StoreReader(self._folder).contract.dtype if begun else contract.dtype
+            self._writer = StoreWriter(
+                self._folder,
+                replace(contract, dtype=stored),
+                dataset_hash=self._data,
+                dataset_rows=len(self._rows),
+                shard_bytes=shard_bytes,
+            )
+        self._reader = StoreReader(self._folder)
+        self.contract = self._reader.contract
+        self.contract.require(contract, str(folder))
+        if self._reader.dataset_hash != self._data:
+            raise FeatureError(f"{folder} was made from other data than this run's; use another folder, or dump again")
+        self._find_stored()
+        missing = len(self._rows) - len(self._stored)
+        if missing and on_missing == "fail":
+            raise FeatureError(
+                f"{folder} lacks {missing} of {len(self._rows)} rows; run the dump again, or set data.on_missing to "
+                "generate or skip"
+            )
+        self._served = sorted(self._stored) if on_missing == "skip" else list(range(len(self._rows)))
+        self.skipped = len(self._rows) - len(self._served)
+        if not self._served:
+            raise FeatureError(f"{folder} holds no row of this data set, and on_missing is skip: nothing to train on")
+        self.lengths = [len(self._rows[index].input_ids) for index in self._served]
+        self._prefetcher = Prefetcher(max(1, prefetch))
+
+    def _find_stored(self) -> None:
+        self._stored = {index: number for number, index in enumerate(self._reader.indices)}
+
+    def load(self, indices: Sequence[int]) -> FeatureBatch:
+        with self._lock:
+            wanted = [self._served[number] for number in indices]
+            missing = [
+                index for index in dict.fromkeys(wanted) if index not in self._stored and index not in self._fresh
+            ]
+            if missing:
+                self._generate(missing)
+            rows = [
+                self._fresh[index] if index in self._fresh else self._reader.row(self._stored[index])
+                for index in wanted
+            ]
+        return collate(rows, self.contract)
+
+    def _generate(self, missing: list[int]) -> None:
+        """Make rows, hand them to the writer, and keep them until they are in a shard."""
+        made = self._make([self._rows[index] for index in missing])
+        for index, row in zip(missing, made, strict=True):
+            encoded = encode_row(row, self.contract)
+            self._fresh[index] = decode_row(join_rows([encoded]), 0, row.row_id, row.category)
+            self._writer.add(index, row)
+        self.generated += len(missing)
+        if not self._writer.pending:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Read from the store what has been written by now."""
+        self._reader.refresh()
+        self._find_stored()
+        self._fresh = {index: row for index, row in self._fresh.items() if index not in self._stored}
+
+    def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
+        return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
+
+    def close(self) -> None:
+        """Write what is still in memory; a run that is killed before loses those rows only."""
+        with self._lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+                self._take_in()
+
+    def __enter__(self) -> HybridSource:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
