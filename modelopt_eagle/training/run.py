@@ -53,7 +53,6 @@ def make_accelerator(recipe: Recipe):
         cpu=recipe.model.device == "cpu" or not torch.accelerator.is_available(),
         mixed_precision="no",  # autocast is the step's own, see TrainingStep
         kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             InitProcessGroupKwargs(timeout=PATIENCE),
         ],
     )
