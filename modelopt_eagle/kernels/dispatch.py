@@ -81,7 +81,13 @@ class TritonKernel:
         return self.compiled
 
     def __getitem__(self, grid):
-        return self.load()[grid]
+        """The launcher of this grid; it launches on the device of its first argument, which is always a tensor."""
+
+        def launch(*arguments, **options):
+            with torch.cuda.device_of(arguments[0]):
+                return self.load()[grid](*arguments, **options)
+
+        return launch
 
 
 def power_of_two(number: int) -> int:

@@ -74,19 +74,24 @@ def load_mass(probs_ptr, stride, ids, vocabulary, tokens_ptr, stride_token, firs
 def draw_token(probs_ptr, stride, vocabulary, uniform, tokens_ptr, stride_token, first, last, BLOCK: tl.constexpr):
     """Draw one token of a row, leaving out the tokens of nodes first..last-1; -1 if no mass is left."""
     lane = tl.arange(0, BLOCK)
-    total = tl.full((), 0.0, tl.float64)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        sums += load_mass(probs_ptr, stride, start + lane, vocabulary, tokens_ptr, stride_token, first, last)
+    goal = tl.sum(sums.to(tl.float64)) * uniform.to(tl.float64)
+    before = tl.full((), 0.0, tl.float64)
+    none = tl.full((), 0, tl.int32) + vocabulary
+    found = none
     for start in range(0, vocabulary, BLOCK):
         mass = load_mass(probs_ptr, stride, start + lane, vocabulary, tokens_ptr, stride_token, first, last)
-        total += tl.sum(mass).to(tl.float64)
-    goal = total * uniform.to(tl.float64)
-    before = tl.full((), 0.0, tl.float64)
-    found = vocabulary
-    fallback = -1  # the last token with mass: rounding may leave the goal just above the cumulated mass
-    for start in range(0, vocabulary, BLOCK):
-        ids = start + lane
-        mass = load_mass(probs_ptr, stride, ids, vocabulary, tokens_ptr, stride_token, first, last)
-        passed = (tl.cumsum(mass, 0) > (goal - before).to(tl.float32)) & (mass > 0)
-        found = tl.minimum(found, tl.min(tl.where(passed, ids, vocabulary)))
-        fallback = tl.maximum(fallback, tl.max(tl.where(mass > 0, ids, -1)))
-        before += tl.sum(mass).to(tl.float64)
-    return tl.where(found < vocabulary, found, fallback)
+        after = before + tl.sum(mass).to(tl.float64)
+        if (found == none) & (after > goal):  # the draw lies in this block
+            passed = (tl.cumsum(mass, 0) > (goal - before).to(tl.float32)) & (mass > 0)
+            found = tl.min(tl.where(passed, start + lane, none))
+        before = after
+    if found == none:  # rounding left the goal at or above the cumulated mass: the last token with mass, else -1
+        last_positive = tl.full((), -1, tl.int32)
+        for start in range(0, vocabulary, BLOCK):
+            mass = load_mass(probs_ptr, stride, start + lane, vocabulary, tokens_ptr, stride_token, first, last)
+            last_positive = tl.maximum(last_positive, tl.max(tl.where(mass > 0, start + lane, -1)))
+        found = last_positive
+    return found

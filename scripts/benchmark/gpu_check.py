@@ -44,8 +44,8 @@ def random_cases(count: int) -> dict[str, list[str]]:
 
 
 def large_trees() -> None:
-    """Trees of 1025 nodes in a batch of 256, twenty times: threads of one program read what others wrote."""
-    history = [part.cuda() for part in parity.Cases(1, "cpu").history(256, 11, 10)]
+    """Trees of 1025 nodes in a batch of 64, twenty times: threads of one program read what others wrote."""
+    history = [part.cuda() for part in parity.Cases(1, "cpu").history(64, 11, 10)]
     expected = kernels.build_tree(*history, 1025, 11, backend="reference")
     predict = torch.where(
         expected.first_child >= 0, expected.tokens.gather(1, expected.first_child.clamp(min=0).long()), 0
