@@ -35,7 +35,7 @@ class HybridSource(PlannedSource):
         generated: rows made so far.
 
     Raises:
-        FeatureError: rows are missing and ``on_missing`` is ``fail``; the store is damaged, of other data, or of another
+        FeatureError: rows are missing and ``on_missing`` is ``fail``; the store is damaged, or of other data or another
             contract; another process fills it.
     """
 
