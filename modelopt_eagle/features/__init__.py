@@ -12,7 +12,7 @@ from modelopt_eagle.features.batch import (
 from modelopt_eagle.features.foreign import open_offline
 from modelopt_eagle.features.hybrid import HybridSource
 from modelopt_eagle.features.offline import OfflineSource
-from modelopt_eagle.features.source import FeatureSource, MemorySource, OnlineSource
+from modelopt_eagle.features.source import FeatureSource, MemorySource, OnlineSource, SelectedSource
 from modelopt_eagle.features.stream.source import StreamedSource
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "MemorySource",
     "OfflineSource",
     "OnlineSource",
+    "SelectedSource",
     "StreamedSource",
     "collate",
     "needed_final_positions",

@@ -33,6 +33,7 @@ class HybridSource(PlannedSource):
     Attributes:
         skipped: rows left out.
         generated: rows made so far.
+        rows: the tokenised rows that are served, in the order of ``lengths``.
 
     Raises:
         FeatureError: rows are missing and ``on_missing`` is ``fail``; the store is damaged, or of other data or another
@@ -86,7 +87,8 @@ class HybridSource(PlannedSource):
         self.skipped = len(self._rows) - len(self._served)
         if not self._served:
             raise FeatureError(f"{folder} holds no row of this data set, and on_missing is skip: nothing to train on")
-        self.lengths = [len(self._rows[index].input_ids) for index in self._served]
+        self.rows = [self._rows[index] for index in self._served]
+        self.lengths = [len(row.input_ids) for row in self.rows]
         self._prefetcher = Prefetcher(max(1, prefetch))
 
     def _find_stored(self) -> None:
@@ -124,7 +126,17 @@ class HybridSource(PlannedSource):
         self._fresh = {index: row for index, row in self._fresh.items() if index not in self._stored}
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
-        return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
+        try:
+            yield from self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
+        finally:
+            self.flush()  # also when the epoch is broken off
+
+    def flush(self) -> None:
+        """Write the rows made so far."""
+        with self._lock:
+            if self._writer is not None and self._writer.pending:
+                self._writer.flush()
+                self._take_in()
 
     def close(self) -> None:
         """Write what is still in memory; a run that is killed before loses those rows only."""

@@ -99,6 +99,26 @@ class PlannedSource:
             yield self.load(indices) if indices else None
 
 
+class SelectedSource(PlannedSource):
+    """Some rows of another source, so that a set can be split without copying.
+
+    Args:
+        source: where the rows come from; its way of preparing batches ahead is used.
+        numbers: its row numbers, in the order in which this source counts them.
+    """
+
+    def __init__(self, source: PlannedSource, numbers: Sequence[int]):
+        self._source, self._numbers = source, list(numbers)
+        self.contract = source.contract
+        self.lengths = [source.lengths[number] for number in self._numbers]
+
+    def load(self, indices: Sequence[int]) -> FeatureBatch:
+        return self._source.load([self._numbers[i] for i in indices])
+
+    def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
+        return self._source._make_batches([[self._numbers[i] for i in indices] for indices in plan])
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

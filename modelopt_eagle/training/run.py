@@ -20,6 +20,7 @@ from .checkpoint import RECIPE, STATE, CheckpointFolder
 from .heads import continued_head, new_head
 from .sources import RunData, from_store, from_target
 from .step import TeacherTables, TrainingStep
+from .streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
 
 PATIENCE = timedelta(hours=4)
 """How long processes wait for each other; one of them may tokenise or compute features for long."""
@@ -114,7 +115,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     Raises:
         EagleError: whatever is wrong with recipe, target, data or features.
     """
-    offline = recipe.data.offline_data_path is not None
+    offline = not runs_target(recipe)
     arguments = recipe.model.load_arguments()
     if offline:
         arguments = {**arguments, "device": str(accelerator.device)}
@@ -131,7 +132,12 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
     if not offline:
         target.check_parity(parity_sample(target))
-    data = from_store(recipe, target, ids, say) if offline else from_target(recipe, target, ids, accelerator, say)
+    if asks_servers(recipe) or fills_store(recipe):
+        data = from_servers_or_filled_store(recipe, target, ids, accelerator, say)
+    elif offline:
+        data = from_store(recipe, target, ids, say)
+    else:
+        data = from_target(recipe, target, ids, accelerator, say)
     if head is None:
         head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
     else:

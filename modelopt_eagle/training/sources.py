@@ -108,7 +108,7 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
         chosen = set(held_out_rows(len(rows)))
         held = [row for number, row in enumerate(rows) if number in chosen]
         rows = [row for number, row in enumerate(rows) if number not in chosen]
-        header.append(_held_out_line(len(held)))
+        header.append(held_out_line(len(held)))
     for line in header:
         say(line)
 
@@ -182,7 +182,7 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
         read=len(reader.lengths), rows=len(reader.lengths), tokens=sum(reader.lengths), supervised=sum(reader.supervised)
     )
     header = [*report.header().splitlines(), f"features: {recipe.data.offline_data_path} ({reader.contract.dtype})",
-              _held_out_line(len(parts[1]))]  # fmt: skip
+              held_out_line(len(parts[1]))]  # fmt: skip
     for line in header:
         say(line)
     if not report.supervised:
@@ -192,7 +192,8 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
     return RunData(train, source(parts[1]) if parts[1] else None, counts, header, fingerprint)
 
 
-def _held_out_line(count: int) -> str:
+def held_out_line(count: int) -> str:
+    """What the head of a run says of its evaluation rows."""
     if not count:
         return f"evaluation: none (fewer than {HELD_OUT_FROM_ROWS} rows, and data.eval_path is null)"
     return f"evaluation: {count} of these rows are held out of training (data.eval_path names others)"

@@ -100,6 +100,8 @@ def test_foreign_dumps_give_our_rows(tiny_target, tiny_target_dir, dataset, targ
 def test_import_makes_a_store(tiny_target, tiny_target_dir, dataset, target_states, tmp_path, capsys):
     (tmp_path / "theirs").mkdir()
     write_specforge(tmp_path / "theirs", target_states)
+    with pytest.raises(FeatureError, match="is a dump of SpecForge: turn it into a store by"):
+        OfflineSource(tmp_path / "theirs")
     base = ["import", str(tmp_path / "theirs"), "--model", str(tiny_target_dir), "--output-dir", str(tmp_path / "ours")]
     base += ["--dtype", "float32"]
     assert run_command("features", base) == 2

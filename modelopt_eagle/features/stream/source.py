@@ -56,7 +56,7 @@ class StreamedSource(PlannedSource):
         self._prefetcher = Prefetcher(max(1, prefetch))
         self._threads = ThreadPoolExecutor(max(1, in_flight), thread_name_prefix="feature-stream")
         self._pool = ServerPool(urls, self._check, token=token, transport=transport, timeout=timeout, patience=patience)
-        self._fetch(min(range(len(self.rows)), key=lambda i: self.lengths[i]))  # refuse a wrong server at once
+        self._fetch(min(self.rows, key=lambda row: len(row.input_ids)))  # refuse a wrong server at once
 
     @property
     def wait_seconds(self) -> float:
@@ -77,8 +77,11 @@ class StreamedSource(PlannedSource):
                 "`modelopt-eagle serve-features` with the recipe's target and layers"
             )
 
-    def _fetch(self, index: int) -> FeatureRow:
-        row = self.rows[index]
+    def fetch_rows(self, rows: Sequence) -> list[FeatureRow]:
+        """Features of any tokenised rows, in their order; ``make`` of a ``HybridSource``."""
+        return list(self._threads.map(self._fetch, rows))
+
+    def _fetch(self, row) -> FeatureRow:
         message = self._pool.fetch(row.id, row.input_ids)
         if tuple(message.aux_layer_ids) != self.contract.aux_layer_ids:
             raise StreamError(f"row {row.id!r}: states of layers {message.aux_layer_ids} came back")
@@ -91,7 +94,7 @@ class StreamedSource(PlannedSource):
         return finish_row(row, aux, message.states[:, -1], norm, self._head)
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
-        return collate(list(self._threads.map(self._fetch, indices)), self.contract)
+        return collate(self.fetch_rows([self.rows[i] for i in indices]), self.contract)
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
         return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)

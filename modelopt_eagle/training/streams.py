@@ -1,0 +1,89 @@
+"""Sources that ask running feature servers, or fill a store while training."""
+
+from __future__ import annotations
+
+import os
+
+from modelopt_eagle.data.vocab import count_supervised
+from modelopt_eagle.errors import RecipeError
+from modelopt_eagle.features import FeatureContract, HybridSource, SelectedSource, StreamedSource
+from modelopt_eagle.features.compute import compute_features
+from modelopt_eagle.features.store import dataset_hash
+from modelopt_eagle.recipe import Recipe
+
+from .sources import RunData, held_out_line, held_out_rows, read_data
+
+TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
+"""Environment variable of the secret that servers off loopback ask for; a recipe is no place for it."""
+
+
+def asks_servers(recipe: Recipe) -> bool:
+    """Whether features come from ``data.streaming_server_url``."""
+    return recipe.data.streaming_server_url is not None
+
+
+def fills_store(recipe: Recipe) -> bool:
+    """Whether the rows of ``data.train_path`` are looked up in a store that may lack some."""
+    return recipe.data.offline_data_path is not None and recipe.data.on_missing != "fail"
+
+
+def runs_target(recipe: Recipe) -> bool:
+    """Whether the run loads the target itself, and not only its tables."""
+    if asks_servers(recipe):
+        return False
+    return recipe.data.offline_data_path is None or recipe.data.on_missing == "generate"
+
+
+def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunData:
+    """Features for a recipe for which :func:`asks_servers` or :func:`fills_store` holds.
+
+    Args:
+        target: ``Target`` or ``TargetTables``.
+
+    Raises:
+        RecipeError: a store is to be filled by several processes, or ``eval_path`` is given.
+        StreamError: no server, or one that does not fit.
+        FeatureError: a store that does not fit.
+    """
+    if recipe.data.eval_path is not None:
+        raise RecipeError("data.eval_path is for runs whose target is loaded: set it to null (rows are held out)")
+    dataset = read_data(recipe, target, recipe.data.train_path)
+    contract = FeatureContract.from_identity(target.identity(), aux_layer_ids, "bfloat16")
+    header = dataset.header().splitlines()
+    if asks_servers(recipe):
+        urls = [url.strip() for url in recipe.data.streaming_server_url.split(",")]
+        token = os.environ.get(TOKEN_VARIABLE)
+        source = StreamedSource(urls, dataset, target, contract.aux_layer_ids, token=token)
+        header.append(f"features: from {', '.join(urls)}")
+        make = source.fetch_rows
+    elif recipe.data.on_missing == "generate":
+
+        def make(rows):
+            return compute_features(target, rows, contract.aux_layer_ids)
+
+    else:
+        make = None
+    rows = dataset.rows
+    if fills_store(recipe):
+        if recipe.data.on_missing == "generate" and accelerator.num_processes > 1:
+            raise RecipeError(
+                "data.on_missing: generate fills a store by one process; dump the missing rows first "
+                "(collect_hidden_states/, --shard i/n), or set on_missing to skip"
+            )
+        folder = recipe.data.offline_data_path
+        source = HybridSource(folder, dataset, contract, on_missing=recipe.data.on_missing, make=make)
+        rows = source.rows
+        header.append(f"features: {folder} ({source.contract.dtype}), {source.skipped} rows that it lacks are skipped")
+    chosen = set(held_out_rows(len(rows)))
+    parts = [[n for n in range(len(rows)) if (n in chosen) == held] for held in (False, True)]
+    header.append(held_out_line(len(parts[1])))
+    for line in header:
+        say(line)
+    train = [rows[n] for n in parts[0]]
+    return RunData(
+        SelectedSource(source, parts[0]),
+        SelectedSource(source, parts[1]) if parts[1] else None,
+        count_supervised(train, contract.vocab_size),
+        header,
+        dataset_hash(train),
+    )

@@ -1,0 +1,66 @@
+"""Whole training runs: streamed from a server, and from a store that is filled on the way."""
+
+import threading
+
+import pytest
+import torch
+
+from modelopt_eagle.errors import EagleError
+from modelopt_eagle.features.dump import TargetBackEnd, dump
+from modelopt_eagle.features.store import StoreReader
+from modelopt_eagle.features.stream.target_server import TargetServer
+from modelopt_eagle.training import train
+from tests.training.runs import small_recipe, write_conversations
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_conversations(tmp_path_factory.mktemp("data") / "rows.jsonl", 12)
+
+
+def weights(result):
+    from safetensors.torch import load_file
+
+    return load_file(next(result.last_checkpoint.glob("*.safetensors")))
+
+
+def assert_same_head(ours, theirs, tolerance):
+    for name, tensor in weights(theirs).items():
+        torch.testing.assert_close(weights(ours)[name].float(), tensor.float(), rtol=1e-2, atol=tolerance)
+
+
+def run(target_dir, data, folder, *options):
+    return train(small_recipe(target_dir, data, folder, "training.epochs=1", *options))
+
+
+def test_streamed_run_equals_an_online_run(tiny_target, tiny_target_dir, data, tmp_path):
+    online = run(tiny_target_dir, data, tmp_path / "online")
+    server = TargetServer(tiny_target)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"data.streaming_server_url={server.url}"
+        streamed = run(tiny_target_dir, data, tmp_path / "streamed", url)
+        filled = run(
+            tiny_target_dir, data, tmp_path / "filled", url, f"data.offline_data_path={tmp_path / 'store'}",
+            "data.on_missing=generate",
+        )  # fmt: skip
+    finally:
+        server.close()
+    assert_same_head(streamed, online, 1e-4)
+    assert streamed.history[-1]["loss"] == pytest.approx(online.history[-1]["loss"], abs=1e-4)
+    assert_same_head(filled, online, 2e-2)  # the store is bfloat16
+    assert len(StoreReader(tmp_path / "store")) == 12
+
+
+def test_a_store_that_lacks_rows(tiny_target, tiny_target_dir, data, tmp_path):
+    from modelopt_eagle.data import prepare_dataset
+
+    rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048, end_token_ids=(2,)).rows
+    dump(TargetBackEnd(tiny_target), rows, tmp_path / "store", worker=(0, 2))
+    store = f"data.offline_data_path={tmp_path / 'store'}"
+    skipped = run(tiny_target_dir, data, tmp_path / "skip", store, "data.on_missing=skip")
+    assert skipped.steps == 2 and len(StoreReader(tmp_path / "store")) == 6
+    made = run(tiny_target_dir, data, tmp_path / "generate", store, "data.on_missing=generate")
+    assert made.steps == 3 and len(StoreReader(tmp_path / "store")) == 12
+    with pytest.raises(EagleError, match="eval_path"):
+        run(tiny_target_dir, data, tmp_path / "eval", store, "data.on_missing=skip", f"data.eval_path={data}")
