@@ -12,12 +12,18 @@ from modelopt_eagle.errors import ExportError
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(prog="quantize_drafter.py", description=__doc__)
-    parser.add_argument("--model_path", required=True, type=Path, help="a trained head: checkpoint, run folder or export")
-    parser.add_argument("--format", required=True, choices=("fp8", "nvfp4", "int8"), help="number format of the weights")
+    parser.add_argument(
+        "--model_path", required=True, type=Path, help="a trained head: checkpoint, run folder or export"
+    )
+    parser.add_argument(
+        "--format", required=True, choices=("fp8", "nvfp4", "int8"), help="number format of the weights"
+    )
     parser.add_argument(
         "--calib_data", required=True, type=Path, help="conversations (.jsonl), or a folder of stored features"
     )
-    parser.add_argument("--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all")
+    parser.add_argument(
+        "--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all"
+    )
     parser.add_argument("--base_model", help="target; default: the one that the head names")
     parser.add_argument("--calib_samples", type=int, default=32, help="rows to calibrate on (default 32)")
     parser.add_argument("--calib_length", type=int, default=512, help="tokens of a row at most (default 512)")
@@ -78,9 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ExportError("the head does not name its target: give it with --base_model")
     target = load_target(name)
     identity = target.identity()
-    head = read_head(
-        arguments.model_path, vocab_size=identity["vocab_size"], tokenizer_hash=identity["tokenizer_hash"]
-    )
+    head = read_head(arguments.model_path, vocab_size=identity["vocab_size"], tokenizer_hash=identity["tokenizer_hash"])
     batches = calibration_batches(arguments, target, head.config.aux_layer_ids)
     prompts = load_prompts(arguments.prompts, arguments.num_samples)
 

@@ -2,7 +2,7 @@
 
 from .convert import convert_checkpoint
 from .engines import check_engine, engine_reasons
-from .inspect import inspect_checkpoint
+from .inspection import inspect_checkpoint
 from .loader import LoadedHead, load_draft, read_head
 from .readers import ReadOptions
 from .writer import ExportReport, export_checkpoint

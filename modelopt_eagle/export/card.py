@@ -61,7 +61,8 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
         "--speculative-num-draft-tokens 4",
         "```",
         "",
-        f"TensorRT-LLM, tested with {TESTED['TensorRT-LLM']}: `trtllm-serve {target} --extra_llm_api_options serve.yaml` with",
+        f"TensorRT-LLM, tested with {TESTED['TensorRT-LLM']}, by "
+        f"`trtllm-serve {target} --extra_llm_api_options serve.yaml` with",
         "",
         "```yaml",
         "speculative_config:",
@@ -77,7 +78,7 @@ def training_lines(config: DraftConfig, report: dict[str, Any]) -> list[str]:
     """What is known of the training run."""
     lines = [f"* target: {config.target_name or 'not recorded'} ({config.target_model_type or 'type not recorded'})"]
     lines.append(
-        f"* reads the outputs of layers {list(config.aux_layer_ids)} (0-based), {config.num_hidden_layers} draft layer(s)"
+        f"* reads the outputs of layers {list(config.aux_layer_ids)} (0-based); {config.num_hidden_layers} draft layers"
     )
     share = config.draft_vocab_size / config.vocab_size
     lines.append(f"* draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens ({share:.1%})")

@@ -93,14 +93,14 @@ def eagle_files(
         raise ExportError(f"SafeAILab's code has no place for {', '.join(wrong)}: convert to universal")
     if target_layers is None:
         raise ExportError(
-            "SafeAILab's code captures layers that follow from the target's depth: how many layers has the target? answer "
-            "with --base-model or --target-layers"
+            "SafeAILab's code captures layers that follow from the target's depth: how many layers has the target? "
+            "answer with --base-model or --target-layers"
         )
     usual = default_aux_layer_ids(target_layers)
     if config.aux_layer_ids != usual:
         raise ExportError(
-            f"SafeAILab's code captures the outputs of layers {list(usual)} of a target of {target_layers}, the head reads "
-            f"{list(config.aux_layer_ids)}: convert to universal"
+            f"SafeAILab's code captures the outputs of layers {list(usual)} of a target of {target_layers}, the head "
+            f"reads {list(config.aux_layer_ids)}: convert to universal"
         )
     tensors = file_tensors(module, dtype, "midlayer")
     vocab = module.vocab

@@ -67,8 +67,9 @@ class EngineProfile:
 
 BOTH = ("llama", "kimik2")
 SIZES = (
-    "num_hidden_layers", "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
-    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "max_position_embeddings", "hidden_act",
+    "num_hidden_layers", "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
+    "rms_norm_eps", "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size",
+    "max_position_embeddings", "hidden_act",
 )  # fmt: skip
 """Keys that every engine reads under the same name."""
 
@@ -90,8 +91,8 @@ VLLM = EngineProfile(
     ids_offset=-1,
     captures=None,
     required_keys={
-        "eagle_aux_hidden_state_layer_ids": "one of its runners then takes the default triple, the other reads the nested "
-        "ids as layer inputs",
+        "eagle_aux_hidden_state_layer_ids": "one of its runners then takes the default triple, the other "
+        "reads the nested ids as layer inputs",
     },
     flags={
         "norm_before_residual": ("top", BOTH),
@@ -140,8 +141,8 @@ SGLANG = EngineProfile(
 TENSORRT_LLM = EngineProfile(
     name="tensorrt_llm",
     version="1.3 (main at 00679c6)",
-    source="NVIDIA/TensorRT-LLM: tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6, modeling_auto.py at 01bffee, "
-    "one-model EAGLE-3 (eagle3_model_arch llama3)",
+    source="NVIDIA/TensorRT-LLM: tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6, modeling_auto.py at "
+    "01bffee, one-model EAGLE-3 (eagle3_model_arch llama3)",
     architectures={"llama": ("LlamaForCausalLMEagle3", "LlamaForCausalLM"), "kimik2": ("Eagle3DeepseekV2ForCausalLM",)},
     rename=((r"^layers\.0\.", "midlayer."),),
     first_layer="midlayer",

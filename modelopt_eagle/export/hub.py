@@ -39,6 +39,7 @@ def push_to_hub(folder: str | Path, repo: str, *, private: bool = False, endpoin
     except Exception as error:  # the hub's client and its transport raise many kinds; each means the same here
         words = (str(error).splitlines() or [type(error).__name__])[0]
         raise ExportError(
-            f"the hub did not take {folder}: {words} (log in with `hf auth login`; the folder itself is complete and stays)"
+            f"the hub did not take {folder}: {words} (log in with `hf auth login`; the folder itself is complete and "
+            "stays)"
         ) from error
     return str(commit.commit_url)

@@ -122,8 +122,8 @@ def read_head(
     if tokenizer_hash and config.tokenizer_hash and tokenizer_hash != config.tokenizer_hash:
         raise CheckpointError(
             f"{where} was trained for another tokenizer (hash {config.tokenizer_hash}"
-            f"{', ' + config.target_name if config.target_name else ''}; the target's is {tokenizer_hash}): its token ids "
-            "mean other words; use the head of this target"
+            f"{', ' + config.target_name if config.target_name else ''}; the target's is {tokenizer_hash}): its token "
+            "ids mean other words; use the head of this target"
         )
     dtype = parse_dtype(dtype)
     stored_dtype = dtype or (check_dtype(tensors, named, where) if strict else None)

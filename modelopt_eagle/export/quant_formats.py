@@ -1,10 +1,10 @@
 """Number formats of quantised heads: packing a weight as engines read it, and the plain computation with it.
 
-| format | weight | weight scale | input scale |
-|---|---|---|---|
-| fp8 | float8_e4m3fn ``[out, in]`` | float32, one: ``amax/448`` | float32, one: ``amax/448`` |
-| nvfp4 | uint8 ``[out, in/2]``, two e2m1 numbers a byte, the even one low | float8_e4m3fn ``[out, in/16]`` and ``weight_scale_2`` float32, one: ``amax/(6·448)`` | ``amax/(6·448)`` |
-| int8 | int8 ``[out, in]`` | float32 ``[out, 1]``: ``amax/127`` of a row | float32, one: ``amax/127`` |
+* fp8: ``weight`` float8_e4m3fn ``[out, in]``; ``weight_scale`` and ``input_scale`` one float32 each, ``amax/448``.
+* nvfp4: ``weight`` uint8 ``[out, in/2]``, two e2m1 numbers a byte, the even one low; ``weight_scale`` float8_e4m3fn
+  ``[out, in/16]`` in units of ``weight_scale_2``; that and ``input_scale`` one float32 each, ``amax/(6·448)``.
+* int8: ``weight`` int8 ``[out, in]``; ``weight_scale`` float32 ``[out, 1]``, ``amax/127`` of a row; ``input_scale`` one
+  float32, ``amax/127``.
 
 :class:`QuantizedLinear` computes with the packed numbers themselves, in float32, so acceptance is measured with what is
 exported. Sources: nvidia-modelopt 0.47 ``qtensor``, vLLM 0.32 ``quantization/modelopt.py`` and ``compressed_tensors``.
@@ -76,7 +76,11 @@ def pack(weight: Tensor, input_amax: float, weight_amax: float, form: str) -> di
     weight = weight.detach().float().cpu()
     if form == "fp8":
         scale = torch.tensor(weight_amax / FP8_MAX)
-        return {"weight": to_fp8(weight / scale), "weight_scale": scale, "input_scale": torch.tensor(input_amax / FP8_MAX)}
+        return {
+            "weight": to_fp8(weight / scale),
+            "weight_scale": scale,
+            "input_scale": torch.tensor(input_amax / FP8_MAX),
+        }
     if form == "int8":
         scale = weight.abs().amax(1, keepdim=True).clamp_min(1e-8) / INT8_MAX  # [out,1]
         rounded = (weight / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)

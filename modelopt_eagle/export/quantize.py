@@ -75,7 +75,9 @@ def calibrate(module: EagleModule, form: str, run: Callable[[EagleModule], None]
     quantization = require_extra("modelopt.torch.quantization", "quantize")
     narrow = [n for n, m in linears(module).items() if form == "nvfp4" and m.in_features % BLOCK]
     if narrow:
-        raise ExportError(f"nvfp4 scales blocks of {BLOCK} inputs; {narrow[0]} has {linears(module)[narrow[0]].in_features}")
+        raise ExportError(
+            f"nvfp4 scales blocks of {BLOCK} inputs; {narrow[0]} has {linears(module)[narrow[0]].in_features}"
+        )
     with torch.no_grad():
         work = quantization.quantize(copy.deepcopy(module).float(), getattr(quantization, MODELOPT_CONFIGS[form]), run)
     found: dict[str, list[float]] = {}
@@ -102,7 +104,9 @@ def linears(module: nn.Module) -> dict[str, nn.Linear]:
     return {n: m for n, m in layers.items() if not any(part in n for part in EXCLUDED)}
 
 
-def quantized_module(module: EagleModule, ranges: dict[str, tuple[float, float]], form: str) -> tuple[EagleModule, dict[str, dict[str, Tensor]]]:
+def quantized_module(
+    module: EagleModule, ranges: dict[str, tuple[float, float]], form: str
+) -> tuple[EagleModule, dict[str, dict[str, Tensor]]]:
     """A copy that computes with packed numbers, and those numbers by layer."""
     work, packed = copy.deepcopy(module).float(), {}
     for name, layer in linears(work).items():

@@ -147,7 +147,8 @@ def run_engine(python: Path, engine: str, job: dict[str, Any], timeout: float = 
         try:
             done = subprocess.run(
                 [str(python), str(RUNNERS[engine]), *map(str, paths)],
-                env=engine_environment(python), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False,
+                env=engine_environment(python), cwd=folder, capture_output=True, text=True, timeout=timeout,
+                check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise ExportError(f"{engine} did not finish in {timeout:.0f} s") from error
@@ -285,10 +286,10 @@ def check_serving(
 
     theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], num_speculative_tokens)
     ours = per_position(our_counts, our_drafts, num_speculative_tokens)
-    divergences = [
-        *compare_texts(target, names, encoded, plain["token_ids"], drafted["token_ids"], "engine without or with the head"),
-        *compare_texts(target, names, encoded, our_tokens, drafted["token_ids"], "the target or the engine with the head"),
-    ]  # fmt: skip
+    theirs_text = drafted["token_ids"]
+    divergences = compare_texts(
+        target, names, encoded, plain["token_ids"], theirs_text, "engine without or with the head"
+    ) + compare_texts(target, names, encoded, our_tokens, theirs_text, "the target or the engine with the head")
     failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance)
     return ServingReport(
         passed=not failures,

@@ -1,4 +1,4 @@
-"""``config.json`` of the universal checkpoint: the keys that vLLM, SGLang and TensorRT-LLM read, each with one meaning."""
+"""``config.json`` of the universal checkpoint: the keys that three engines read, each with one meaning."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def aux_ids_of(data: dict[str, Any], where: str) -> tuple[int, ...] | None:
         raise CheckpointError(f"{where}: top-level ids {list(top)} are layer inputs; 0 would be the embedding")
     if nested and top and [i + 1 for i in nested] != list(top):
         raise CheckpointError(
-            f"{where}: eagle_config names layers {list(nested)} (outputs, 0-based), the top level {list(top)} (inputs, so "
-            f"outputs {[i - 1 for i in top]}); which were captured in training? answer with --aux-layer-ids"
+            f"{where}: eagle_config names layers {list(nested)} (outputs, 0-based), the top level {list(top)} (inputs, "
+            f"so outputs {[i - 1 for i in top]}); which were captured in training? answer with --aux-layer-ids"
         )
     ids = nested or ([i - 1 for i in top] if top else None)
     return tuple(int(i) for i in ids) if ids else None

@@ -7,10 +7,13 @@ report for the first new token). RESULT: `engine_version`, `token_ids`, `texts`,
 engine set them), `drafts`, `draft_tokens`, `accepted_per_position` and, when asked for, `first_token_logprobs`.
 """
 
-import json
-import os
 import sys
-import time
+
+sys.path.pop(0)  # this folder, whose files must not stand in for the engine's modules of the same name
+
+import json  # noqa: E402
+import os  # noqa: E402
+import time  # noqa: E402
 
 
 def counters(llm):

@@ -44,8 +44,8 @@ def weight_files(folder: Path) -> list[Path]:
             missing = [shard for shard in shards if not (folder / shard).is_file()]
             if missing or not shards:
                 raise CheckpointError(
-                    f"{folder / name} names {len(shards)} shards, missing: {', '.join(missing) or 'all'}: copy the whole "
-                    "folder again"
+                    f"{folder / name} names {len(shards)} shards, missing: {', '.join(missing) or 'all'}: copy the "
+                    "whole folder again"
                 )
             return [folder / shard for shard in shards]
     for name in SINGLE_FILES:

@@ -6,8 +6,9 @@ import torch
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 
 SIZES = dict(
-    hidden_size=32, target_hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    rope_theta=5e4, max_position_embeddings=2048, vocab_size=64, draft_vocab_size=16, aux_layer_ids=(1, 3, 4),
+    hidden_size=32, target_hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, rope_theta=5e4, max_position_embeddings=2048, vocab_size=64, draft_vocab_size=16,
+    aux_layer_ids=(1, 3, 4),
     bos_token_id=1, eos_token_id=[2, 5], pad_token_id=0, target_name="someone/target", target_model_type="llama",
     tokenizer_hash="0123456789abcdef", training_length=96,
 )  # fmt: skip

@@ -33,7 +33,8 @@ def test_every_engine_loads_the_universal_folder(tmp_path, engine, shape):
 SOME = [
     ({"num_hidden_layers": 2}, {"vllm": None, "sglang": "heads of one layer", "tensorrt_llm": None}),
     ({"attention_bias": True}, {"vllm": None, "sglang": "no attention bias", "tensorrt_llm": None}),
-    ({"norm_before_residual": True}, {"vllm": None, "sglang": "norm_before_residual", "tensorrt_llm": "norm_before_residual"}),
+    ({"norm_before_residual": True},
+     {"vllm": None, "sglang": "norm_before_residual", "tensorrt_llm": "norm_before_residual"}),
     ({"norm_before_fc": True}, {"vllm": None, "sglang": "norm_before_fc", "tensorrt_llm": None}),
     ({"fc_norm": True}, {"vllm": None, "sglang": "fc_norm", "tensorrt_llm": None}),
     ({"norm_output": True}, {"vllm": None, "sglang": "norm_output", "tensorrt_llm": None}),

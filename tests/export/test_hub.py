@@ -50,7 +50,9 @@ class Hub(BaseHTTPRequestHandler):
                 entry = json.loads(line)
                 if entry["key"] == "file":
                     self.server.files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
-            self.answer({"commitUrl": f"{self.server.address}/me/head/commit/1", "commitOid": "1" * 40, "success": True})
+            self.answer(
+                {"commitUrl": f"{self.server.address}/me/head/commit/1", "commitOid": "1" * 40, "success": True}
+            )
         else:
             self.answer({"error": f"unexpected {self.path}"}, 404)
 

@@ -159,13 +159,19 @@ def test_command_on_a_tiny_target(tmp_path, capsys):
     )  # fmt: skip
     export_checkpoint(head, None, tmp_path / "head")
     rows = [
-        {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "One, two, three."}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Count to {n}."},
+                {"role": "assistant", "content": "One, two, three."},
+            ]
+        }
         for n in range(3)
     ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "a", "category": "all", "turns": ["Say something."]}))
-    given = ["--model_path", tmp_path / "head", "--format", "int8", "--calib_data", tmp_path / "data.jsonl", "--export_path",
-             tmp_path / "out", "--prompts", tmp_path / "prompts.jsonl", "--max_new_tokens", "8", "--num_samples", "1",
+    given = ["--model_path", tmp_path / "head", "--format", "int8", "--calib_data", tmp_path / "data.jsonl",
+             "--export_path", tmp_path / "out", "--prompts", tmp_path / "prompts.jsonl", "--max_new_tokens", "8",
+             "--num_samples", "1",
              "--max_drop", "0.9"]  # fmt: skip
     assert run_command("quantize_drafter", [str(part) for part in given]) == 2
     assert "--base_model" in capsys.readouterr().err

@@ -21,14 +21,16 @@ from modelopt_eagle.export.probe import probe
 from .conftest import LATENT, build_head
 
 LAYER = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": 64, "hidden_act": "silu",
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": 64,
+    "hidden_act": "silu",
     "max_position_embeddings": 2048, "rope_theta": 5e4, "rope_scaling": None, "torch_dtype": "float32",
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 SPECULATORS_OUTER = {
     "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 16,
-    "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+    "speculators_config": {"algorithm": "eagle3",
+                           "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
                            "verifier": {"name_or_path": "someone/target"}},
 }  # fmt: skip
 EIGHT_LAYERS = ReadOptions(target_layers=8)  # their usual three outputs: 1, 3, 4
