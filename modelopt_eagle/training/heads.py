@@ -9,6 +9,7 @@ from modelopt_eagle.recipe import Recipe
 
 from .initialise import random_module, start_from_target
 from .sources import RunData, end_token_ids
+from .teacher_mass import teacher_mass
 
 STRUCTURE = {
     "decoder_type": "decoder_type",
@@ -118,7 +119,10 @@ def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> tuple[DraftVocab
     elif eagle.draft_vocab_size is None:
         vocab = DraftVocab.identity(total)
     else:
+        counts = data.counts
+        if eagle.draft_vocab_counts == "teacher" and hasattr(data.train, "load"):  # a streamed source has no rows yet
+            counts = counts + teacher_mass(data.train, tables.head, total)
         ends = end_token_ids(tables)
-        vocab = DraftVocab.from_counts(data.counts, eagle.draft_vocab_size, required_ids(tables.tokenizer, total, ends))
+        vocab = DraftVocab.from_counts(counts, eagle.draft_vocab_size, required_ids(tables.tokenizer, total, ends))
     inside = coverage_of(data.counts, vocab)
     return vocab, f"draft vocabulary: {vocab.size} of {total} tokens, {inside:.2%} of the supervised tokens are inside"
