@@ -186,11 +186,19 @@ def test_teacher_check_says_which_part_is_broken(tiny_target, dataset):
     tops = []
     for row, state in zip(rows, states, strict=True):  # a target whose norm weights matter
         predicting = row.target_top1 >= 0
-        tops.append(torch.where(predicting, tiny_target.logits(norm(state)).argmax(-1), -1))
-    pre = [replace(r, final_hidden=s, target_top1=t) for r, s, t in zip(rows, states, tops, strict=True)]
+        logits = tiny_target.logits(norm(state))
+        tops.append((torch.where(predicting, logits.argmax(-1), -1), logits.logsumexp(-1)))
+    pre = [
+        replace(r, final_hidden=s, target_top1=t, target_logsumexp=n)
+        for r, s, (t, n) in zip(rows, states, tops, strict=True)
+    ]
     source = OfflineSource(Rows(contract, pre))
     with pytest.raises(FeatureError, match="final_is_normed: .* pre-norm though the contract says post-norm"):
         source.check_teacher(tiny_target.head, final_norm=norm)
+    plain = [replace(r, final_hidden=s) for r, s in zip(rows, states, strict=True)]
+    with pytest.raises(FeatureError, match="log-sum-exp differs by .* pre-norm though the contract says post-norm"):
+        # the tiny target's norm has weights of one: the argmax survives without it, the scale does not
+        OfflineSource(Rows(contract, plain)).check_teacher(tiny_target.head, final_norm=tiny_target.final_norm)
     wrong = [replace(row, target_top1=torch.where(row.target_top1 < 0, -1, 7)) for row in rows]
     with pytest.raises(FeatureError, match="not those of this target"):
         OfflineSource(Rows(contract, wrong)).check_teacher(tiny_target.head)

@@ -238,7 +238,7 @@ def test_mailbox_is_bounded_waits_and_refuses():
             client.fetch("a")
         assert torch.equal(client.fetch("b").states, message().states)
         with pytest.raises(StreamTimeout, match="no message under b"):
-            MailboxClient(client.address, timeout=0.2).fetch("b")  # each message once
+            MailboxClient(client.address, timeout=2.0).fetch("b")  # each message once
         threading.Timer(0.2, box.put, ("late", message())).start()
         assert client.fetch("late").request == "r"
         for frames in ([b"\xff"], [b"{}"], [b'{"op": "get", "key": 3}'], [b"{}", b"{}"]):
