@@ -1,0 +1,98 @@
+"""Plain greedy decoding with a cache, chains and trees on one target in one run: speed-up, and what eats the rest.
+
+    python scripts/benchmark/generation.py --model_path export
+
+Prints a row a draft shape: acceptance length, speed-up over plain decoding (wall clock, prefill included, one request
+at a time), its share of the acceptance length, and a step's cost in plain steps, split into draft, verification and
+the rest. Without ``--model_path`` a random head of the usual size is used: the costs are real, the acceptance is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="quickstart", help="hub id, folder, GGUF file or quickstart (default)")
+    parser.add_argument("--model_path", help="the head; without one a random head with 8192 draft tokens")
+    parser.add_argument("--prompts", default="quickstart", help="JSONL of prompts (default: the shipped ones)")
+    parser.add_argument("--num_prompts", type=int, default=8, help="prompts timed, one at a time (default 8)")
+    parser.add_argument("--max_new_tokens", type=int, default=96, help="limit of an answer (default 96)")
+    parser.add_argument("--steps", type=int, nargs="*", default=[1, 2, 3, 5], help="chain lengths (default 1 2 3 5)")
+    parser.add_argument(
+        "--trees", nargs="*", default=["4,3,9"], help="tree shapes topk,depth,num_nodes (default 4,3,9)"
+    )
+    parser.add_argument("--output", type=Path, help="write the rows as JSON here")
+    return parser
+
+
+def main() -> None:
+    """Run the benchmark."""
+    arguments = build_parser().parse_args()
+    import torch
+    import transformers
+
+    from modelopt_eagle.data import load_prompts
+    from modelopt_eagle.decoding import PseudoSpeculativeGenerator
+    from modelopt_eagle.export import load_draft
+    from modelopt_eagle.target import load_target
+    from modelopt_eagle.validation.measure import time_generators
+    from modelopt_eagle.validation.report import format_table, package_commit
+
+    target = load_target(arguments.target)
+    head = random_head(target) if arguments.model_path is None else load_draft(arguments.model_path, dtype=target.dtype)
+    head = head.to(target.device).eval()
+    generators = {f"chain {k}": PseudoSpeculativeGenerator(target, head, "chain", k) for k in arguments.steps}
+    for shape in arguments.trees:
+        topk, depth, nodes = (int(part) for part in shape.split(","))
+        generators[f"tree {shape}"] = PseudoSpeculativeGenerator(
+            target, head, "tree", topk=topk, depth=depth, num_nodes=nodes
+        )
+    speeds = time_generators(
+        list(generators.values()), load_prompts(arguments.prompts), arguments.num_prompts, arguments.max_new_tokens
+    )
+    print(
+        f"{target.name}, {'random head' if arguments.model_path is None else arguments.model_path}; "
+        f"{package_commit()}; {torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+    print(f"plain decoding: {1e3 * speeds[0].plain_step:.1f} ms a token")
+    head_line = ("draft", "acceptance", "speed-up", "share", "step cost", "= draft", "+ verify", "+ rest")
+    rows, data = [head_line], []
+    for name, speed in zip(generators, speeds, strict=True):
+        parts = [part / speed.plain_step for part in (speed.draft_step, speed.verify_step, speed.other_step)]
+        rows.append(
+            (
+                name,
+                f"{speed.acceptance_length:.3f}",
+                f"{speed.speedup:.2f}x",
+                f"{100 * speed.efficiency:.0f} %",
+                f"{speed.break_even:.2f}",
+                *(f"{part:.2f}" for part in parts),
+            )
+        )
+        data.append({"draft": name, **vars(speed), "break_even": speed.break_even, "efficiency": speed.efficiency})
+    print(format_table(rows))
+    print("costs in plain steps; drafting pays where the acceptance length is above the step cost")
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def random_head(target):
+    """An untrained head over the 8192 lowest ids."""
+    import torch
+
+    from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+
+    size = min(8192, target.vocab_size)
+    torch.manual_seed(0)
+    config = DraftConfig.from_target(target.config, draft_vocab_size=size)
+    return EagleModule(config, DraftVocab.from_target_ids(torch.arange(size), target.vocab_size))
+
+
+if __name__ == "__main__":
+    main()
