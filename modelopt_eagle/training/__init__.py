@@ -7,7 +7,7 @@ __all__ = ["LossOutput", "RolloutOutput", "TrainingResult", "distillation_loss",
 
 
 def train(recipe):
-    """Train a head as a recipe says; returns a :class:`TrainingResult`. See :func:`modelopt_eagle.training.main.train`."""
+    """Train a head as a recipe says, see :func:`modelopt_eagle.training.main.train`."""
     from .main import train as run
 
     return run(recipe)

@@ -1,9 +1,9 @@
 """Checkpoints that are complete or absent.
 
-``checkpoint-STEP/`` holds the head (``model.safetensors`` under the module's names, ``draft_config.json``) and the state
-of training (``optimizer.pt``, ``rng-RANK.pt``, ``trainer_state.json``, ``recipe.yaml``). It is made under a temporary
-name, flushed to the disk and renamed; ``complete.json`` is written last of all and holds the size and SHA-256 of every
-file. A folder without it, or that does not match it, is passed over and the one before is used.
+``checkpoint-STEP/`` holds the head (``model.safetensors`` under the module's names, ``draft_config.json``) and the
+state of training (``optimizer.pt``, ``rng-RANK.pt``, ``trainer_state.json``, ``recipe.yaml``). It is made under a
+temporary name, flushed to the disk and renamed; ``complete.json`` is written last of all and holds the size and SHA-256
+of every file. A folder without it, or that does not match it, is passed over and the one before is used.
 """
 
 from __future__ import annotations

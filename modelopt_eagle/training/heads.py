@@ -96,7 +96,8 @@ def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
         if (tuple(asked) if isinstance(asked, list) else asked) != found:
             differing.append(f"eagle.{key} is {asked}, the head has {found}")
     if differing:
-        raise RecipeError(f"{recipe.model.draft_init} is another head than the recipe describes: {'; '.join(differing)}")
+        where = recipe.model.draft_init
+        raise RecipeError(f"{where} is another head than the recipe describes: {'; '.join(differing)}")
     return module
 
 

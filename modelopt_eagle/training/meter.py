@@ -29,7 +29,8 @@ class Meter:
 
     def add(self, output: LossOutput) -> None:
         """Add a micro-batch (``per_step`` is its share of the step's global mean)."""
-        values = torch.stack((output.per_step.double(), output.valid_counts.double(), output.top1_hits.double()))  # [3,K]
+        parts = (output.per_step, output.valid_counts, output.top1_hits)
+        values = torch.stack([part.double() for part in parts])  # [3,K]
         self._sums = values if self._sums is None else self._sums + values
 
     def take(self) -> dict:

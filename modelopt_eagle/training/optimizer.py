@@ -79,7 +79,7 @@ def build_optimizers(module: nn.Module, training) -> list[torch.optim.Optimizer]
 
     Args:
         module: the head.
-        training: the recipe's ``training`` section (``optimizer``, ``learning_rate``, ``weight_decay``, ``adam_beta*``).
+        training: the recipe's ``training`` section.
 
     Returns:
         one AdamW, or a Muon for the matrices of ``layers`` and ``fc`` and an AdamW for the rest. Each parameter group

@@ -18,7 +18,7 @@ from modelopt_eagle.target import load_target, load_target_tables
 
 from .checkpoint import RECIPE, STATE, CheckpointFolder
 from .heads import continued_head, new_head
-from .sources import RunData, from_store, from_target
+from .sources import from_store, from_target
 from .step import TeacherTables, TrainingStep
 from .streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
 
@@ -48,7 +48,7 @@ class Run:
 def make_accelerator(recipe: Recipe):
     """The accelerator of a run; its processes come from ``accelerate launch`` or ``torchrun``."""
     accelerate = require_extra("accelerate", "train")
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import InitProcessGroupKwargs
 
     return accelerate.Accelerator(
         cpu=recipe.model.device == "cpu" or not torch.accelerator.is_available(),
@@ -126,7 +126,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         target = load_target(**arguments)
         embedding, config = target.embedding.weight, target.config
     head = continued_head(recipe, target.identity()) if recipe.model.draft_init is not None else None
-    ids = layer_ids(recipe, config) if head is None else check_aux_layer_ids(head.config.aux_layer_ids, config.num_hidden_layers)
+    ids = layer_ids(recipe, config, head)
     identity = target.identity()
     say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "
         f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
@@ -161,9 +161,10 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     return Run(step, data.train, data.held_out, provenance, header)
 
 
-def layer_ids(recipe: Recipe, config) -> tuple[int, ...]:
-    """The auxiliary layers of a recipe, checked against the target's."""
-    wanted, layers = recipe.eagle.aux_layer_ids, config.num_hidden_layers
+def layer_ids(recipe: Recipe, config, head: EagleModule | None = None) -> tuple[int, ...]:
+    """The auxiliary layers of a continued head or of a recipe, checked against the target's."""
+    wanted = recipe.eagle.aux_layer_ids if head is None else head.config.aux_layer_ids
+    layers = config.num_hidden_layers
     return default_aux_layer_ids(layers) if wanted is None else check_aux_layer_ids(wanted, layers)
 
 
@@ -180,9 +181,9 @@ def head_lines(head: EagleModule, frozen: int) -> list[str]:
         frozen: parameters of the loaded target.
     """
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    share = trained / (trained + frozen)
+    total = trained + frozen
     return [
-        f"trainable: {trained / 1e6:.2f} M of {(trained + frozen) / 1e6:.2f} M parameters ({share:.1%}), the head's only",
+        f"trainable: {trained / 1e6:.2f} M of {total / 1e6:.2f} M parameters ({trained / total:.1%}), all of the head",
         f"memory: {trained * 16 / 2**20:.0f} MiB for weights, gradients and optimiser; a checkpoint takes "
         f"{trained * 12 / 2**20:.0f} MiB",
     ]

@@ -1,4 +1,4 @@
-"""The learning rate as a function of how far the run is: the share of its steps or of its time, whichever is further."""
+"""The learning rate as a function of how far the run is, by its steps or by its time, whichever is further."""
 
 from __future__ import annotations
 

@@ -179,7 +179,10 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
     train = source(parts[0])
     train.check_teacher(tables.head, final_norm=tables.final_norm)
     report = DataReport(
-        read=len(reader.lengths), rows=len(reader.lengths), tokens=sum(reader.lengths), supervised=sum(reader.supervised)
+        read=len(reader.lengths),
+        rows=len(reader.lengths),
+        tokens=sum(reader.lengths),
+        supervised=sum(reader.supervised),
     )
     header = [*report.header().splitlines(), f"features: {recipe.data.offline_data_path} ({reader.contract.dtype})",
               held_out_line(len(parts[1]))]  # fmt: skip

@@ -37,7 +37,7 @@ class TeacherTables:
 
     @classmethod
     def make(cls, embedding: Tensor, head, target_ids: Tensor, device=None) -> TeacherTables:
-        """From the target's embedding ``[V, Ht]``, its ``TargetHead`` and the draft vocabulary's target ids ``[Vd]``."""
+        """From the target's embedding ``[V, Ht]``, its ``TargetHead`` and the target ids ``[Vd]`` of the draft."""
         head = head.to(device=device)
         return cls(embedding.to(device=device), head.weight, head.rows(target_ids), head_transform(head))
 
@@ -72,6 +72,10 @@ class TrainingStep(nn.Module):
         self.tables = tables
         self.eagle = eagle
         self.bf16 = precision == "bf16"
+
+    def renew_rows(self) -> None:
+        """Take the teacher's rows anew, after another vocabulary map was loaded into the head."""
+        self.tables = replace(self.tables, rows=self.tables.lm_head[self.module.target_ids])
 
     @property
     def decay(self) -> float:

@@ -157,6 +157,7 @@ class Trainer:
                 "the data and the target back as they were"
             )
         self.step.module.load_state_dict(found.tensors)
+        self.step.renew_rows()
         for optimizer, state in zip(self.optimizers, found.optimizers, strict=True):
             optimizer.load_state_dict(state)
         set_rng_state(found.rng)
@@ -173,7 +174,7 @@ class Trainer:
             epoch, done = divmod(step, per_epoch)
             batches = self.run.source.batches(
                 epoch, batch_size=self.settings.batch_size, seed=self.settings.seed, rank=self.rank,
-                world_size=self.world, start=done * size,
+                world_size=self.world, start=done * size, shuffle=self.recipe.data.shuffle,
             )  # fmt: skip
             with contextlib.closing(batches):
                 for _ in range(min(per_epoch - done, self.schedule.total_steps - step)):

@@ -1,7 +1,7 @@
 """What a training step costs beside the target: time over the target's forward, and memory for each added token.
 
-    python scripts/benchmark/training_step.py                    the quick-start target, B=2, S=512, K=3, Vd=8192, float32
-    python scripts/benchmark/training_step.py --supervised 1     every token supervised (default: the data's own mask)
+    python scripts/benchmark/training_step.py                 quick-start target, B=2, S=512, K=3, Vd=8192, float32
+    python scripts/benchmark/training_step.py --supervised 1  every token supervised (default: the data's own mask)
 
 Both ratios come from one run: target and step are timed in turn, so that another load on the machine meets both. The
 step is everything but the target's forward: counting, rollout, loss, backward, clipping, optimiser. The memory part
@@ -120,7 +120,7 @@ def measure_time(args, target) -> dict:
         output = target.features(ids, None, config.aux_layer_ids)
     top1 = torch.full_like(ids, -1)
     at = predicting_positions(supervised)
-    top1[at] = teacher_predictions(target, output.final_hidden[at])[0]
+    top1[at] = teacher_predictions(target.head, output.final_hidden[at])[0]
     contract = FeatureContract.from_target(target, config.aux_layer_ids)
     batch = pack(ids, supervised, output.aux_hidden.float(), output.final_hidden, top1, contract)
 
@@ -173,7 +173,9 @@ def peak_of_one_step(args) -> int:
     width, batch, length = config.target_hidden_size, args.batch, args.memory_of
     table = torch.randn(config.vocab_size, width, generator=generator)
     step, optimizers, settings = make_step(config, table, TargetHead(table), args.steps, "cpu")
-    contract = FeatureContract("random", None, config.aux_layer_ids, True, "float32", None, None, width, config.vocab_size)
+    contract = FeatureContract(
+        "random", None, config.aux_layer_ids, True, "float32", None, None, width, config.vocab_size
+    )
 
     def features(size: int) -> FeatureBatch:
         share = 0.8 if args.supervised is None else args.supervised
@@ -196,12 +198,13 @@ def main() -> int:
     target = make_tiny_target() if args.target == "tiny" else load_target(args.target, device=args.device)
     if args.target == "tiny":
         args.draft_vocab_size = min(args.draft_vocab_size, target.vocab_size)
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
-          f"{target.name}, B={args.batch} S={args.length} K={args.steps} Vd={args.draft_vocab_size} float32")  # fmt: skip
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{target.name}, B={args.batch} S={args.length} K={args.steps} Vd={args.draft_vocab_size} float32")
     found = measure_time(args, target)
     print(f"target's forward            {found['target_forward_s']:8.3f} s   (without its output head "
           f"{found['target_backbone_s']:.3f} s)")  # fmt: skip
-    print(f"step without it             {found['step_s']:8.3f} s   ({found['supervised_share']:.0%} of the tokens supervised)")
+    share = found["supervised_share"]
+    print(f"step without it             {found['step_s']:8.3f} s   ({share:.0%} of the tokens supervised)")
     print(f"step / target's forward     {found['ratio']:8.3f}     (/ backbone alone {found['ratio_backbone']:.3f})")
     if not args.no_memory and args.device == "cpu":
         memory = measure_memory(args, DraftConfig.from_target(target.config, args.draft_vocab_size))

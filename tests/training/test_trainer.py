@@ -87,9 +87,7 @@ def test_sources_train_the_same(tiny_target_dir, data, tmp_path):
     """Features made in the step, kept in memory or stored give the same head (rows are padded differently)."""
     heads = [
         weights(
-            train(
-                small_recipe(tiny_target_dir, data, tmp_path / kind, f"data.cache_features={kind}")
-            ).last_checkpoint
+            train(small_recipe(tiny_target_dir, data, tmp_path / kind, f"data.cache_features={kind}")).last_checkpoint
         )
         for kind in ("none", "memory", "disk")
     ]

@@ -1,0 +1,182 @@
+"""Bytes and time of a run before it starts: reads the target's configuration, never its weights."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+from modelopt_eagle.recipe import add_recipe_arguments, recipe_from_arguments
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes of a run.
+
+    Attributes:
+        target_parameters, head_parameters: how many.
+        target_bytes: of the target's weights in the recipe's dtype.
+        training_bytes: weights, gradients and two moments of the head, float32.
+        checkpoint_bytes: one checkpoint.
+        feature_bytes: all features of the training data in the target's dtype, as a store or in memory.
+        rows, tokens, supervised: of the training data.
+        steps: optimiser steps, unless time ends the run sooner.
+        target_flops, head_flops: of the whole run.
+    """
+
+    target_parameters: int
+    head_parameters: int
+    target_bytes: int
+    training_bytes: int
+    checkpoint_bytes: int
+    feature_bytes: int
+    rows: int
+    tokens: int
+    supervised: int
+    steps: int
+    target_flops: float
+    head_flops: float
+
+    def lines(self, flops_per_second: float, rate_from: str) -> list[str]:
+        """As text."""
+        total = self.target_flops + self.head_flops
+        share = self.supervised / max(self.tokens, 1)
+        hours = total / flops_per_second / 3600
+        shown = f"{hours:.2f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+        return [
+            f"target       {self.target_parameters / 1e6:,.1f} M parameters, {size(self.target_bytes)}",
+            f"head         {self.head_parameters / 1e6:,.1f} M parameters, {size(self.training_bytes)} while training "
+            f"(weights, gradients, moments)",
+            f"checkpoint   {size(self.checkpoint_bytes)} each",
+            f"data         {self.rows:,} rows, {self.tokens:,} tokens, {share:.0%} supervised",
+            f"features     {size(self.feature_bytes)} if they are kept",
+            f"steps        {self.steps:,}",
+            f"arithmetic   {self.target_flops:.2e} operations of the target, {self.head_flops:.2e} of the head",
+            f"time         at least {shown} at {flops_per_second / 1e9:,.0f} GFLOP/s ({rate_from})",
+        ]
+
+
+def size(count: float) -> str:
+    """Bytes as text."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="modelopt-eagle estimate", description=__doc__)
+    parser.add_argument("--tokens", type=int, help="tokens of the data, in place of reading it")
+    parser.add_argument("--rows", type=int, help="rows of the data, with --tokens (default: rows of data.max_length)")
+    parser.add_argument("--supervised", type=float, default=0.6, help="share of supervised tokens, with --tokens (0.6)")
+    parser.add_argument("--gflops", type=float, help="speed of the machine meant; default: a matrix product timed here")
+    add_recipe_arguments(parser, default="quickstart")
+    args = parser.parse_intermixed_args(argv)
+    recipe = recipe_from_arguments(args)
+    if args.tokens is None:
+        rows, tokens, supervised = read_data(recipe)
+    else:
+        rows = args.rows or max(1, args.tokens // recipe.data.max_length)
+        tokens, supervised = args.tokens, round(args.tokens * args.supervised)
+    found = estimate(recipe, rows, tokens, supervised)
+    if args.gflops is None:
+        lines = found.lines(measure(), "a float32 matrix product here")
+    else:
+        lines = found.lines(args.gflops * 1e9, "as given")
+    print("\n".join(lines))
+    return 0
+
+
+def read_data(recipe) -> tuple[int, int, int]:
+    """Rows, tokens and supervised tokens of the recipe's training data (a store's, for offline training)."""
+    if recipe.data.offline_data_path is not None:
+        from modelopt_eagle.features.store import StoreReader
+
+        reader = StoreReader(recipe.data.offline_data_path, verify="read")
+        return len(reader), sum(reader.lengths), sum(reader.supervised)
+    from modelopt_eagle.data import prepare_dataset
+    from modelopt_eagle.target.load import load_tokenizer, resolve
+
+    model, data = recipe.model, recipe.data
+    tokenizer = load_tokenizer(resolve(model.base_model), model.revision, model.trust_remote_code, model.chat_template)
+    report = prepare_dataset(
+        tokenizer, data.train_path, unknown_role=data.unknown_role, role_aliases=data.role_aliases,
+        max_rows=data.max_rows, max_length=data.max_length, overlong=data.overlong,
+    ).report  # fmt: skip
+    return report.rows, report.tokens, report.supervised
+
+
+def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
+    """Sizes of a run on so much data.
+
+    A product with a weight costs 2 operations a weight and position, its backward pass twice that. The head runs at
+    every position in its first step and at supervised ones after; the two output heads at supervised ones.
+    """
+    import torch
+
+    from modelopt_eagle.features import FeatureContract
+    from modelopt_eagle.features.store import bytes_per_token
+    from modelopt_eagle.target.load import causal_class, load_config, resolve
+    from modelopt_eagle.training.trainer import count_steps
+
+    model, eagle = recipe.model, recipe.eagle
+    config = load_config(resolve(model.base_model), model.revision, model.trust_remote_code)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        target = causal_class(config, model.base_model, model.trust_remote_code).from_config(config)
+    target_parameters = sum(p.numel() for p in target.parameters())
+    inner, output_rows, config_of_head = head_parameters(recipe, config)
+    dtype = model.load_arguments()["dtype"]
+    dtype = str(getattr(text, "dtype", None) or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype
+    contract = FeatureContract("estimate", None, config_of_head.aux_layer_ids, True, dtype, None, None,
+                               text.hidden_size, text.vocab_size)  # fmt: skip
+    per_epoch, steps = count_steps(recipe, [1] * rows, 1)
+    epochs = steps / per_epoch
+    passes = 1 if recipe.data.cache_features != "none" else epochs
+    runs_target = recipe.data.offline_data_path is None and recipe.data.streaming_server_url is None
+    later = (eagle.ttt_steps - 1) * supervised
+    head_flops = 6 * inner * (tokens + later) + (6 * eagle.ttt_steps + 2) * output_rows * supervised
+    total = inner + output_rows
+    return Estimate(
+        target_parameters=target_parameters,
+        head_parameters=total,
+        target_bytes=target_parameters * getattr(torch, dtype).itemsize,
+        training_bytes=16 * total,
+        checkpoint_bytes=12 * total,
+        feature_bytes=round(tokens * bytes_per_token(contract, supervised / max(tokens, 1))),
+        rows=rows,
+        tokens=tokens,
+        supervised=supervised,
+        steps=steps,
+        target_flops=2.0 * target_parameters * tokens * passes if runs_target else 0.0,
+        head_flops=float(head_flops * epochs),
+    )
+
+
+def head_parameters(recipe, config):
+    """Parameters below the head's output layer, of that layer, and the head's configuration."""
+    import torch
+
+    from modelopt_eagle.draft import DraftConfig, EagleModule
+    from modelopt_eagle.training.heads import STRUCTURE
+
+    eagle = recipe.eagle
+    overrides = {name: getattr(eagle, key) for key, name in STRUCTURE.items()}
+    whole = DraftConfig.from_target(config, eagle.draft_vocab_size, eagle.aux_layer_ids, **overrides)
+    with torch.device("meta"):  # one output row: its size is known, and no vocabulary map is needed
+        module = EagleModule(DraftConfig.from_dict({**whole.to_dict(), "draft_vocab_size": 1}))
+    inner = sum(p.numel() for name, p in module.named_parameters() if name != "lm_head.weight")
+    return inner, whole.draft_vocab_size * whole.hidden_size, whole
+
+
+def measure(seconds: float = 0.5) -> float:
+    """Operations in a second of a float32 matrix product on the fastest device here, the best of several."""
+    import torch
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    a = torch.randn(1024, 1024, device=device)
+    a @ a
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        begun = time.perf_counter()
+        (a @ a).sum().item()
+        best = min(best, time.perf_counter() - begun)
+    return 2 * 1024**3 / best

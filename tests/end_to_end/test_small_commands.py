@@ -1,0 +1,57 @@
+"""``env`` and ``estimate``."""
+
+import json
+
+import pytest
+
+from modelopt_eagle.cli import env, estimate
+from modelopt_eagle.cli.main import run_command
+from modelopt_eagle.recipe import load_recipe
+from tests.training.runs import write_conversations
+
+
+def test_env_names_what_a_bug_report_needs(capsys):
+    assert run_command("env", ["--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert "torch" in facts["packages"] and "cores" in facts["cpu"] and facts["extra train"] == "installed"
+    assert run_command("env", []) == 0
+    assert "extra train" in capsys.readouterr().out
+
+
+def test_env_says_which_module_of_an_extra_is_missing(monkeypatch):
+    monkeypatch.setitem(env.EXTRAS, "train", ("accelerate", "no_such_module_at_all"))
+    assert env.collect()["extra train"] == "missing no_such_module_at_all"
+
+
+def test_estimate_counts_what_training_then_finds(tiny_target_dir, tiny_target, tmp_path):
+    from modelopt_eagle.training import train
+
+    data = write_conversations(tmp_path / "rows.jsonl", 12)
+    recipe = load_recipe(
+        None,
+        [
+            f"model.base_model={tiny_target_dir}", f"data.train_path={data}", "eagle.draft_vocab_size=64",
+            "training.batch_size=4", f"training.output_dir={tmp_path / 'run'}", "training.report_to=none",
+            "data.cache_features=disk",
+        ],
+    )  # fmt: skip
+    found = estimate.estimate(recipe, *estimate.read_data(recipe))
+    result = train(recipe)
+    assert found.steps == result.steps == 3
+    assert found.target_parameters == sum(p.numel() for p in tiny_target.model.parameters())
+    from modelopt_eagle.export import load_draft
+
+    assert found.head_parameters == sum(p.numel() for p in load_draft(tmp_path / "run").parameters())
+    stored = sum(file.stat().st_size for file in (tmp_path / "run" / "features").glob("*.safetensors"))
+    assert found.feature_bytes == pytest.approx(stored, rel=0.1)
+    written = sum(file.stat().st_size for file in result.last_checkpoint.glob("*.*t*"))
+    assert found.checkpoint_bytes == pytest.approx(written, rel=0.2)
+
+
+def test_estimate_prints_without_weights(tiny_target_dir, tmp_path, capsys):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_bytes((tiny_target_dir / "config.json").read_bytes())
+    command = [f"model.base_model={tmp_path / 'config'}", "--tokens", "1000000", "--gflops", "100"]
+    assert run_command("estimate", [*command, "eagle.draft_vocab_size=null"]) == 0
+    shown = capsys.readouterr().out
+    assert "1,000,000 tokens" in shown and "at least" in shown and "GFLOP/s (as given)" in shown
