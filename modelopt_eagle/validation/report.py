@@ -115,7 +115,19 @@ def speed_line(speed: Speed) -> str:
         f"{speed.acceptance_length:.2f} of those prompts; a step costs {speed.break_even:.2f} plain steps "
         f"(draft {1e3 * speed.draft_step:.1f} ms, verify {1e3 * speed.verify_step:.1f} ms, other "
         f"{1e3 * speed.other_step:.1f} ms; plain {1e3 * speed.plain_step:.1f} ms), so drafting pays above an "
-        f"acceptance length of {speed.break_even:.2f}{verdict}"
+        f"acceptance length of {speed.break_even:.2f}{verdict}; {same_text(speed)}"
+    )
+
+
+def same_text(speed: Speed) -> str:
+    """Whether the texts are those of plain decoding."""
+    if not speed.divergences:
+        return "the texts are those of plain decoding"
+    ties = sum(divergence.is_tie for divergence in speed.divergences)
+    worst = max(divergence.gap for divergence in speed.divergences)
+    return (
+        f"{len(speed.divergences)} texts part from plain decoding, {ties} of them where the target's logits nearly tie "
+        f"(largest gap {worst:.2g})"
     )
 
 

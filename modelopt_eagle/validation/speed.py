@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modelopt_eagle.decoding import GenerationOutput, PlainGenerator, PseudoSpeculativeGenerator, Timings
+from modelopt_eagle.decoding.parity import Divergence, first_divergence
+from modelopt_eagle.target.model import Target
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Speed:
         acceptance_length: on these prompts.
         plain_step, draft_step, verify_step, other_step: seconds a step, prefill left out.
         tokens: new tokens timed.
+        divergences: texts that are not plain decoding's, where they part; near ties of the target, or a fault.
     """
 
     speedup: float
@@ -26,6 +29,7 @@ class Speed:
     verify_step: float
     other_step: float
     tokens: int
+    divergences: tuple[Divergence, ...] = ()
 
     @property
     def break_even(self) -> float:
@@ -63,11 +67,15 @@ def measure_speed(
         base.append(plain.generate([prompt], max_new_tokens))
         for own, generator in zip(outputs, generators, strict=True):
             own.append(generator.generate([prompt], max_new_tokens))
-    return [_speed(base, own) for own in outputs]
+    return [_speed(generators[0].target, prompts, base, own) for own in outputs]
 
 
-def _speed(base: list[GenerationOutput], own: list[GenerationOutput]) -> Speed:
+def _speed(target: Target, prompts, base: list[GenerationOutput], own: list[GenerationOutput]) -> Speed:
     plain, mine = _pool(base), _pool(own)
+    parted = [
+        first_divergence(target, prompt, a.tokens[0], b.tokens[0])
+        for prompt, a, b in zip(prompts, base, own, strict=True)
+    ]
     plain_tokens, tokens = sum(o.new_tokens for o in base), sum(o.new_tokens for o in own)
     steps = max(1, sum(o.steps for o in own))
     accepted = sum(o.accepted for o in own)
@@ -80,6 +88,7 @@ def _speed(base: list[GenerationOutput], own: list[GenerationOutput]) -> Speed:
         verify_step=mine.verify / steps,
         other_step=mine.other / steps,
         tokens=tokens,
+        divergences=tuple(d for d in parted if d is not None),
     )
 
 

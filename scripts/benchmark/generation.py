@@ -41,7 +41,7 @@ def main() -> None:
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
     from modelopt_eagle.validation.measure import time_generators
-    from modelopt_eagle.validation.report import format_table, package_commit
+    from modelopt_eagle.validation.report import format_table, package_commit, same_text
 
     target = load_target(arguments.target)
     head = random_head(target) if arguments.model_path is None else load_draft(arguments.model_path, dtype=target.dtype)
@@ -75,8 +75,10 @@ def main() -> None:
                 *(f"{part:.2f}" for part in parts),
             )
         )
-        data.append({"draft": name, **vars(speed), "break_even": speed.break_even, "efficiency": speed.efficiency})
+        measured = {key: value for key, value in vars(speed).items() if key != "divergences"}
+        data.append({"draft": name, **measured, "break_even": speed.break_even, "efficiency": speed.efficiency})
     print(format_table(rows))
+    print("texts: " + "; ".join(f"{name}: {same_text(speed)}" for name, speed in zip(generators, speeds, strict=True)))
     print("costs in plain steps; drafting pays where the acceptance length is above the step cost")
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
