@@ -168,6 +168,9 @@ class TrainingSection(Section):
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="`muon` is used for the weight matrices of the decoder layers, AdamW for the rest."
     )
+    muon_learning_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Peak learning rate of the matrices that Muon takes; null: `learning_rate`."
+    )
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW's decay of the first moment.")
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW's decay of the second moment.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="Decoupled weight decay of the matrices.")
@@ -198,11 +201,24 @@ class TrainingSection(Section):
         False, description="Do everything up to the first step, and export the untrained head; train nothing."
     )
 
+    @model_validator(mode="after")
+    def _rates_have_their_optimizer(self) -> TrainingSection:
+        need(
+            self.optimizer == "muon" or self.muon_learning_rate is None,
+            "muon_learning_rate is read only when optimizer is muon: set optimizer: muon, or leave it at null",
+        )
+        return self
+
 
 class EagleSection(Section):
     """The draft head and its loss."""
 
     ttt_steps: Annotated[int, Field(ge=1, le=32)] = Field(3, description="Rollout steps K trained at every position.")
+    ttt_warmup: Share = Field(
+        0.0,
+        description="Share of the run, at its beginning, in which only the first rollout step is trained; it costs a "
+        "third and the later steps catch up fast. For short runs.",
+    )
     loss_decay: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
         description="Weight of step k is decay^k; null: the convention's (served and modelopt 0.9, eagle 0.8, "

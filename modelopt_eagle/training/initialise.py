@@ -1,8 +1,9 @@
 """Starting weights: random from the seed, or the target's own last layer, final norm and head rows.
 
-With ``target`` the untrained head computes what the target's last layer would: ``fc`` passes the last captured layer
-through, the halves of q, k and v that read the state are the last layer's own, those that read the token embedding are
-zero (their gradient is not), and norm and head rows are the target's.
+With ``target`` the untrained head does roughly what the target's last layer would: ``fc`` passes the last captured
+layer through, the halves of q, k and v that read the state are the last layer's own, and norm and head rows are the
+target's. That head would name the token already known with great confidence, so the other weights (``fc`` of the other
+layers, the embedding halves) start random but small, and the final norm starts small: the first logits are soft.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from torch import nn
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.errors import RecipeError
+
+SMALL = 0.3
+"""Factor on the weights that are not copied."""
+
+SOFT = 0.3
+"""Factor on the final norm, so on the first logits."""
 
 
 def random_module(config: DraftConfig, vocab: DraftVocab, seed: int) -> EagleModule:
@@ -33,9 +40,9 @@ def start_from_target(module: EagleModule, target) -> None:
         raise RecipeError(
             "eagle.init: target needs decoder_type: llama without norm_before_fc and fc_norm: set eagle.init: random"
         )
-    module.fc.weight.zero_()
-    module.fc.weight[:, -config.target_hidden_size :].copy_(torch.eye(width))
-    module.norm.weight.copy_(norm_weight(target.final_norm, width))
+    module.fc.weight.mul_(SMALL)
+    module.fc.weight[:, -config.target_hidden_size :] += torch.eye(width, device=module.fc.weight.device)
+    module.norm.weight.copy_(norm_weight(target.final_norm, width) * SOFT)
     module.lm_head.weight.copy_(target.head.rows(module.target_ids) * target.head.scale)
     count = len(module.layers)
     for index, (layer, source) in enumerate(zip(module.layers, target.layers[-count:], strict=True)):
@@ -47,7 +54,7 @@ def _copy_layer(layer, source: nn.Module, width: int, first: bool) -> None:
         own, theirs = getattr(layer.self_attn, name), _part(source, f"self_attn.{name}")
         weight = own.weight
         if first and name != "o_proj":
-            weight[:, :width].zero_()  # reads the token embedding
+            weight[:, :width].mul_(SMALL)  # reads the token embedding
             weight = weight[:, width:]
         _copy(weight, theirs.weight, name)
         if own.bias is not None:

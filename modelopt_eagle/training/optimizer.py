@@ -102,10 +102,11 @@ def build_optimizers(module: nn.Module, training) -> list[torch.optim.Optimizer]
         )
     ]
     if muon:
-        optimizers.insert(0, Muon(muon, training.learning_rate, weight_decay=training.weight_decay))
+        rate = training.muon_learning_rate or training.learning_rate
+        optimizers.insert(0, Muon(muon, rate, weight_decay=training.weight_decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["peak_lr"] = training.learning_rate
+            group["peak_lr"] = group["lr"]
     return optimizers
 
 

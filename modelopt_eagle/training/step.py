@@ -83,7 +83,11 @@ class TrainingStep(nn.Module):
         return CONVENTIONS[self.eagle.convention].decay if self.eagle.loss_decay is None else self.eagle.loss_decay
 
     def forward(
-        self, batch: FeatureBatch | None, normalizers: Tensor, generator: torch.Generator | None = None
+        self,
+        batch: FeatureBatch | None,
+        normalizers: Tensor,
+        generator: torch.Generator | None = None,
+        steps: int | None = None,
     ) -> LossOutput:
         """Loss of one micro-batch.
 
@@ -92,29 +96,31 @@ class TrainingStep(nn.Module):
                 parameter, so that the others do not wait for it.
             normalizers: ``[K]`` counted positions of the whole step, over all micro-batches and processes.
             generator: source of the mixed hidden states.
+            steps: rollout steps to train, the first ones; default all K.
 
         Returns:
-            :class:`~modelopt_eagle.training.loss.LossOutput`; sums over micro-batches and processes are exact.
+            :class:`~modelopt_eagle.training.loss.LossOutput`, zero at steps left out; sums over micro-batches and processes are exact.
         """
         if batch is None:
             zero = sum((p.sum() * 0.0 for p in self.module.parameters() if p.requires_grad), normalizers.new_zeros(()))
             empty = torch.zeros(self.eagle.ttt_steps, dtype=torch.int64, device=normalizers.device)
             return LossOutput(zero, empty.float(), empty, empty)
         eagle = self.eagle
+        steps = eagle.ttt_steps if steps is None else steps
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
             output = rollout(
                 self.module,
                 self.embed(batch.input_ids),
                 batch.aux_hidden,
-                eagle.ttt_steps,
+                steps,
                 batch.document_ids,
                 supervised=batch.supervised,
                 convention=eagle.convention,
                 mix_hidden_states=eagle.mix_hidden_states,
                 generator=generator,
             )
-            return distillation_loss(
+            result = distillation_loss(
                 output,
                 self.module,
                 batch.supervised,
@@ -129,8 +135,11 @@ class TrainingStep(nn.Module):
                 target_top1=self.top1(batch),
                 target_rows=self.tables.rows,
                 logit_transform=self.tables.transform,
-                normalizers=normalizers,
+                normalizers=normalizers[:steps],
             )
+        missing = (0, eagle.ttt_steps - steps)
+        parts = (result.per_step, result.valid_counts, result.top1_hits)
+        return LossOutput(result.loss, *(nn.functional.pad(part, missing) for part in parts))  # [K] each
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """``[B, S] -> [B, S, H]`` in the dtype of the head: its own table, or the target's."""

@@ -211,10 +211,12 @@ class Trainer:
         """Forward and backward of every micro-batch, then one optimiser step."""
         if not self.wrapped.training:
             raise TrainingError("the head is in evaluation mode inside the training loop; please report this")
+        warming = self.schedule.progress(index, self.state.elapsed) < self.recipe.eagle.ttt_warmup
+        steps = 1 if warming else self.recipe.eagle.ttt_steps
         for place, batch in enumerate(window):
             last = place == len(window) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                output = self.wrapped(batch, self.normalizers, self.generator(index, place))
+                output = self.wrapped(batch, self.normalizers, self.generator(index, place), steps)
                 # data-parallel wrappers average gradients over processes, the loss is already a share of the sum
                 self.accelerator.backward(output.loss * self.world)
             self.meter.add(output)

@@ -24,6 +24,7 @@ from modelopt_eagle.recipe.bounds import default_tree_nodes, tree_node_bounds
         (["eagle.loss=lk", "eagle.convention=eagle"], "set convention: served"),
         (["eagle.num_attention_heads=6", "eagle.num_key_value_heads=4"], "found 6 and 4"),
         (["eagle.init=target", "eagle.hidden_size=64"], "remove hidden_size"),
+        (["training.muon_learning_rate=0.01"], "set optimizer: muon"),
         (["eagle.init=target", "model.draft_init=dir"], "two starting points"),
         (["validation.prompts=p.jsonl", "validation.dataset=mt_bench"], "both name the prompts"),
         (

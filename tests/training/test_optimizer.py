@@ -87,3 +87,12 @@ def test_adamw_reads_the_recipe():
     (adamw,) = build_optimizers(small_module(), recipe.training)
     assert all(group["betas"] == (0.8, 0.9) for group in adamw.param_groups)
     assert [group["weight_decay"] for group in adamw.param_groups] == [0.3, 0.0]
+
+
+def test_muon_has_a_learning_rate_of_its_own():
+    recipe = load_recipe(
+        None, ["training.optimizer=muon", "training.learning_rate=0.002", "training.muon_learning_rate=0.01"]
+    )
+    muon, adamw = build_optimizers(small_module(), recipe.training)
+    assert set_learning_rate([muon, adamw], 0.5) == 0.005
+    assert {group["lr"] for group in adamw.param_groups} == {0.001}

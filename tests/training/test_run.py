@@ -126,8 +126,10 @@ def test_vocabulary_map_from_disk(tiny_target_dir, tiny_target, data, tmp_path):
         )  # fmt: skip
 
 
-def test_start_from_target_is_the_targets_last_layer(tiny_target):
-    """With zero embedding halves the untrained head gives what the last layer makes of the captured state."""
+def test_start_from_target_is_the_targets_last_layer(tiny_target, monkeypatch):
+    """Without the small random parts the untrained head gives what the last layer makes of the captured state."""
+    monkeypatch.setattr("modelopt_eagle.training.initialise.SMALL", 0.0)
+    monkeypatch.setattr("modelopt_eagle.training.initialise.SOFT", 1.0)
     config = DraftConfig.from_target(tiny_target.config, 256, (1, 3, 6))  # layer 6 feeds the last layer, 7
     module = random_module(config, DraftVocab.identity(256), seed=0)
     start_from_target(module, tiny_target)

@@ -219,3 +219,17 @@ def test_time_budget_ends_the_run_with_the_learning_rate_at_its_end(tiny_target_
     assert result.finished and result.steps < 1000
     assert 1.8 <= result.seconds < 4
     assert result.history[-1]["learning_rate"] < 0.05 * 3e-3
+
+
+def test_the_warm_up_trains_the_first_rollout_step_alone(tiny_target_dir, data, tmp_path, monkeypatch):
+    """A resume in the middle of the warm-up equals an uninterrupted run, and later steps come in after their share."""
+    options = ("eagle.ttt_warmup=0.5", "training.log_steps=1")
+    whole = train(small_recipe(tiny_target_dir, data, tmp_path / "whole", *options))
+    late = [entry["per_step"][1] for entry in whole.history]
+    half = len(late) // 2
+    assert not any(late[:half]) and all(late[half:])
+    recipe = small_recipe(tiny_target_dir, data, tmp_path / "cut", *options)
+    interrupt_at(monkeypatch, 2)
+    assert not train(recipe).finished
+    monkeypatch.undo()
+    assert_same_weights(train(recipe).last_checkpoint, whole.last_checkpoint)
