@@ -6,10 +6,12 @@ from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
 
+from .engines import SGLANG, TENSORRT_LLM, VLLM
+
 TESTED = {
-    "vLLM": "0.32.0 (run on a CPU)",
-    "SGLang": "0.5 (by its loader's rules)",
-    "TensorRT-LLM": "1.2 (by its loader's rules)",
+    "vLLM": f"{VLLM.version} (run on a CPU)",
+    "SGLang": f"{SGLANG.version} (by its loader's rules)",
+    "TensorRT-LLM": f"{TENSORRT_LLM.version} (by its loader's rules)",
 }
 """Engine versions that an export was held against; see docs/serving.md."""
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import CheckpointError, ExportError
 
@@ -37,7 +39,9 @@ class EngineProfile:
         captures: numbers of captured layers that ``fc`` may have; ``None``: any.
         required_keys: keys without which it fails or serves something else, with what happens.
         flags: flag to where it is read (``top``, ``nested``, ``both``), decoder types that honour it.
-        qkv_bias: whether attention biases are loaded.
+        qkv_bias, mlp_bias: whether biases of the attention and of the feed-forward part are loaded.
+        skips_fc: heads whose fc it leaves out: of ``one_layer``, of ``equal_widths`` (features as wide as the head), or
+            none.
         shares_embedding: it replaces the head's own table by the target's when their widths are equal.
         rope_keys: the layouts it reads, in order.
         map_if_full: what a ``d2t`` does beside a full vocabulary: ``fails`` or ``read``.
@@ -59,6 +63,8 @@ class EngineProfile:
     required_keys: dict[str, str]
     flags: dict[str, tuple[str, tuple[str, ...]]]
     qkv_bias: bool
+    mlp_bias: bool
+    skips_fc: str
     shares_embedding: bool
     rope_keys: tuple[str, ...]
     map_if_full: str
@@ -101,6 +107,8 @@ VLLM = EngineProfile(
         "norm_output": ("top", BOTH),
     },
     qkv_bias=True,
+    mlp_bias=True,
+    skips_fc="",
     shares_embedding=False,
     rope_keys=("rope_parameters", "rope_theta"),
     map_if_full="fails",
@@ -132,6 +140,8 @@ SGLANG = EngineProfile(
         "norm_output": ("top", ("kimik2",)),
     },
     qkv_bias=False,
+    mlp_bias=False,
+    skips_fc="equal_widths",
     shares_embedding=True,
     rope_keys=("rope_parameters", "rope_theta"),
     map_if_full="read",
@@ -163,6 +173,8 @@ TENSORRT_LLM = EngineProfile(
         "norm_output": ("top", BOTH),
     },
     qkv_bias=True,
+    mlp_bias=True,
+    skips_fc="one_layer",
     shares_embedding=True,
     rope_keys=("rope_theta",),
     map_if_full="read",
@@ -181,16 +193,23 @@ def engine_name(name: str, profile: EngineProfile, layers: int) -> str:
     return name
 
 
-def expected_tensors(config: DraftConfig, profile: EngineProfile) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """``({engine's parameter: shape}, those it can do without)`` for a head trained with ``config``."""
+def module_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a head's tensors, the map apart."""
+    with torch.random.fork_rng(devices=[]):  # its numbers are thrown away; leave the caller's stream alone
+        state = EagleModule(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ("d2t", "t2d")}
+
+
+def expected_tensors(
+    config: DraftConfig, profile: EngineProfile, shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """``({engine's parameter: shape}, those it can do without)`` for a head of these :func:`module_shapes`."""
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set()
     first = (
         f"{profile.first_layer}.0" if profile is TENSORRT_LLM and config.num_hidden_layers > 1 else profile.first_layer
     )
-    for name, tensor in EagleModule(config).state_dict().items():
-        if name in ("d2t", "t2d"):
-            continue
+    for name, shape in shapes.items():
         found = re.match(r"layers\.(\d+)\.(.*)", name)
         if found:
             n, rest = int(found.group(1)), found.group(2)
@@ -203,7 +222,7 @@ def expected_tensors(config: DraftConfig, profile: EngineProfile) -> tuple[dict[
                     optional.add(f"{above}.{other}.weight")  # made and never used
                     rest = rest.replace("input_layernorm", profile.norm_above_first)
                 name = f"{above}.{rest}"
-        expected[name] = tuple(tensor.shape)
+        expected[name] = shape
     if config.attention_bias and profile.qkv_bias:
         for n in range(config.num_hidden_layers):
             layer = first if n == 0 else (profile.next_layers or "").format(n=n)
@@ -213,10 +232,15 @@ def expected_tensors(config: DraftConfig, profile: EngineProfile) -> tuple[dict[
     return expected, optional
 
 
-def tensor_reasons(found: dict[str, tuple[int, ...]], config: DraftConfig, profile: EngineProfile) -> list[str]:
-    """What is wrong with the tensors, in the engine's names."""
+def tensor_reasons(
+    found: dict[str, tuple[int, ...]],
+    config: DraftConfig,
+    profile: EngineProfile,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+) -> list[str]:
+    """What is wrong with the tensors, in the engine's names; ``shapes``: :func:`module_shapes`, if known."""
     given = {engine_name(n, profile, config.num_hidden_layers): shape for n, shape in found.items() if n != "t2d"}
-    expected, optional = expected_tensors(config, profile)
+    expected, optional = expected_tensors(config, profile, shapes or module_shapes(config))
     if config.draft_vocab_size == config.vocab_size and "d2t" in given and profile.map_if_full == "read":
         optional.add("d2t")
     reasons = [f"does not find {n} {list(s)}" for n, s in expected.items() if n not in given]
@@ -253,10 +277,15 @@ def config_reasons(data: dict[str, Any], config: DraftConfig, profile: EnginePro
             reasons.append(f"{state} {flag}, which the head was trained with" if wanted else f"turns {flag} on")
     if profile.captures is not None and config.num_aux not in profile.captures and config.decoder_type == "llama":
         reasons.append(f"builds fc for {profile.captures[0]} captured layers, the head has {config.num_aux}")
+    one_layer, as_wide = config.num_aux == 1, config.fc_input_size == config.hidden_size
+    if (profile.skips_fc == "one_layer" and one_layer) or (profile.skips_fc == "equal_widths" and as_wide):
+        reasons.append("leaves out fc, and takes the captured state as it is")
     if config.num_hidden_layers > 1 and profile.next_layers is None:
         reasons.append(f"serves heads of one layer, this one has {config.num_hidden_layers}")
     if config.attention_bias and not profile.qkv_bias:
         reasons.append("has no attention bias and drops it without a word")
+    if config.mlp_bias and not profile.mlp_bias:
+        reasons.append("has no bias in the feed-forward part and drops it without a word")
     if config.own_embedding and config.hidden_size == config.target_hidden_size and profile.shares_embedding:
         reasons.append("puts the target's embedding in place of the head's own")
     if config.decoder_type == "kimik2" and not config.q_lora_rank and profile.needs_q_lora_rank:
@@ -327,6 +356,24 @@ def engine_reasons(
         return [f"cannot read it: {error}"]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return config_reasons(data, config, profile) + tensor_reasons(shapes, config, profile)
+
+
+def engine_notes(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], config: DraftConfig) -> list[str]:
+    """A line for each engine that would not serve a head as trained, for the export and its card.
+
+    Args:
+        data: the content of ``config.json``.
+        shapes: of the tensors, by their names in the file.
+        config: what the head was trained with.
+    """
+    notes, trained = [], module_shapes(config)
+    for profile in PROFILES.values():
+        reasons = config_reasons(data, config, profile) + tensor_reasons(shapes, config, profile, trained)
+        if reasons:
+            notes.append(
+                f"{profile.name} {profile.version} would not serve this head as trained: it " + "; it ".join(reasons)
+            )
+    return notes
 
 
 def check_engine(folder: str | Path, engine: str, config: DraftConfig | None = None) -> None:

@@ -83,7 +83,7 @@ def read_config(
         if "t2d" in renamed and config.vocab_size <= config.draft_vocab_size:
             config.vocab_size = len(renamed["t2d"])
         return config, layout, named
-    return foreign_config(data, renamed, layout, options, where), layout, named
+    return foreign_config(data, renamed, layout, options, where, strict), layout, named
 
 
 def read_head(

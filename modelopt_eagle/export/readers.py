@@ -22,7 +22,7 @@ from torch import Tensor
 from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids, default_aux_layer_ids
 from modelopt_eagle.errors import CheckpointError, TargetError
 
-from .universal import FLAGS, LATENT_SIZES, aux_ids_of, parse_rope
+from .universal import FLAGS, LATENT_SIZES, aux_ids_of, check_effects, check_recipe, parse_rope
 
 LAYOUTS = ("training", "universal", "speculators", "modelopt", "specforge", "eagle")
 LLAMA_KINDS = {"llama", "qwen2", "qwen3", "eagle", "mistral", None}
@@ -126,13 +126,19 @@ def count_aux(
 
 
 def foreign_config(
-    config: dict[str, Any], tensors: dict[str, Tensor], layout: str, options: ReadOptions, where: str
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    layout: str,
+    options: ReadOptions,
+    where: str,
+    strict: bool = True,
 ) -> DraftConfig:
     """The :class:`DraftConfig` of another tool's head.
 
     Args:
         config: its ``config.json``.
         tensors: under the module's names.
+        strict: refuse keys that change the numbers and that nothing here reads.
 
     Raises:
         CheckpointError: a key or tensor missing, a convention that is not told, another architecture.
@@ -141,6 +147,9 @@ def foreign_config(
     if layout == "speculators":
         speculators_kind(config, where)
         layer = config["transformer_layer_config"]
+    check_recipe(outer, where)
+    if strict:
+        check_effects(outer, layer, where)
     missing = [name for name in ("fc.weight", "lm_head.weight") if name not in tensors]
     if missing:
         raise CheckpointError(
@@ -162,6 +171,7 @@ def foreign_config(
     flags = {name: bool(outer.get(name, layer.get(name, False))) for name in FLAGS}
     nested = outer.get("eagle_config") or {}
     flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
+    flags["norm_output"] = flags["norm_output"] or bool(nested.get("return_hidden_post_norm"))  # TensorRT-LLM's name
     if options.norm_before_residual is not None:
         flags["norm_before_residual"] = options.norm_before_residual
     elif layout == "speculators" and "norm_before_residual" not in outer:

@@ -34,6 +34,12 @@ NESTED = (
     "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "next_layer_regular",
     "use_input_layernorm_in_first_layer", "use_last_layernorm", "norm_before_fc",
 )  # fmt: skip
+NESTED_WITHOUT_EFFECT = ("parallel_draft_heads_num_layers", "has_lm_head")
+EFFECTS_NOT_HERE = (
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale",
+    "final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "use_qk_norm", "qk_norm", "clip_qkv",
+)  # fmt: skip
+"""Keys of other decoder layers that change a head's numbers and that no head here has."""
 NESTED_ALWAYS = {
     "use_aux_hidden_state": True,
     "next_layer_regular": True,
@@ -94,10 +100,16 @@ def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] 
     """Rotary base and scaling from either layout, or both if they agree.
 
     Raises:
-        CheckpointError: two bases or two types.
+        CheckpointError: two bases or two types, or only part of each head rotated.
     """
     new = dict(data.get("rope_parameters") or {})
     old = dict(data.get("rope_scaling") or {})
+    for block in (new, old, data):
+        share = block.get("partial_rotary_factor")
+        if share not in (None, 1):
+            raise CheckpointError(f"{where}: partial_rotary_factor is {share}; heads here rotate whole attention heads")
+    new.pop("partial_rotary_factor", None)
+    old.pop("partial_rotary_factor", None)
     bases = {float(b) for b in (new.pop("rope_theta", None), old.pop("rope_theta", None), data.get("rope_theta")) if b}
     if len(bases) > 1:
         raise CheckpointError(
@@ -131,11 +143,46 @@ def check_known_keys(data: dict[str, Any], where: str) -> None:
                 + (f"; did you mean {near[0]!r}?" if near else "")
                 + "; remove it, or load with strict=False (--no-strict)"
             )
+    check_recipe(data, where)
+
+
+def check_recipe(data: dict[str, Any], where: str) -> None:
+    """Refuse an ``eagle_config`` whose fixed parts are not those of the heads here, such as "last state only".
+
+    Raises:
+        CheckpointError: the first one that differs.
+    """
+    nested = data.get("eagle_config") or {}
     for key, value in NESTED_ALWAYS.items():
         if nested.get(key, value) != value:
             raise CheckpointError(
                 f"{where}: eagle_config.{key} is {nested[key]!r}; this toolkit has heads with {value}"
             )
+
+
+def check_effects(outer: dict[str, Any], layer: dict[str, Any], where: str) -> None:
+    """Refuse keys of another tool's config that change a head's numbers and that nothing here reads.
+
+    Its other unknown keys are left alone: they are those of a whole language model's config.
+
+    Args:
+        outer: the whole ``config.json``; ``layer``: the part that describes the decoder layer.
+
+    Raises:
+        CheckpointError: a key with an effect, with its value.
+    """
+    nested = outer.get("eagle_config") or {}
+    found = {key: layer[key] for key in EFFECTS_NOT_HERE if layer.get(key) not in (None, False, 1)}
+    for key, value in nested.items():
+        harmless = value in (None, False) or (key == "parallel_draft_step" and value == 1)
+        if key not in (*NESTED, *NESTED_WITHOUT_EFFECT, "return_hidden_post_norm") and not harmless:
+            found[f"eagle_config.{key}"] = value
+    if found:
+        shown = ", ".join(f"{key} {value!r}" for key, value in found.items())
+        raise CheckpointError(
+            f"{where}: nothing here does what its config asks for: {shown}; load it with strict=False (--no-strict) if "
+            "it has no effect on the head"
+        )
 
 
 def aux_ids_of(data: dict[str, Any], where: str) -> tuple[int, ...] | None:

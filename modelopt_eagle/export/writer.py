@@ -16,6 +16,7 @@ from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import ExportError
 
 from .card import model_card
+from .engines import engine_notes
 from .folders import whole_folder
 from .loader import load_draft
 from .names import LAYER_NAMES, file_tensors
@@ -36,7 +37,7 @@ class ExportReport:
         tensors: how many were written, all of them compared bit by bit.
         bytes: size of ``model.safetensors``.
         logits_difference: largest difference between the trained and the reloaded head in one forward pass.
-        notes: what a user should know, such as a rope scaling that was added.
+        notes: what a user should know: a rope scaling that was added, engines that would not serve it as trained.
     """
 
     path: Path
@@ -195,6 +196,7 @@ def export_checkpoint(
     exported = rebuilt(module, config)
     tensors = file_tensors(exported, dtype, layer_names)
     data = universal_config(config, dtype)
+    notes = notes + engine_notes(data, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config)
     card = model_card(config, data, report=report or {}, notes=notes)
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "README.md": card})

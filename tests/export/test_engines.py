@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import export_checkpoint
-from modelopt_eagle.export.engines import PROFILES, check_engine, engine_reasons
+from modelopt_eagle.export.engines import PROFILES, check_engine, engine_reasons, tensor_reasons
 
 from .conftest import LATENT, build_head
 
@@ -40,6 +41,8 @@ SOME = [
     ({"norm_output": True}, {"vllm": None, "sglang": "norm_output", "tensorrt_llm": None}),
     ({"own_embedding": True}, {"vllm": None, "sglang": "target's embedding", "tensorrt_llm": "target's embedding"}),
     ({"aux_layer_ids": (2, 5)}, {"vllm": None, "sglang": "fc for 3 captured", "tensorrt_llm": None}),
+    ({"mlp_bias": True}, {"vllm": None, "sglang": "no bias in the feed-forward part", "tensorrt_llm": None}),
+    ({"aux_layer_ids": (2,)}, {"vllm": None, "sglang": "leaves out fc", "tensorrt_llm": "leaves out fc"}),
     ({**LATENT, "q_lora_rank": None}, {"vllm": None, "sglang": "q_lora_rank", "tensorrt_llm": "q_lora_rank"}),
     ({**LATENT, "norm_output": True}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
     ({**LATENT, "norm_before_fc": True}, {"vllm": "norm_before_fc", "sglang": "norm_before_fc", "tensorrt_llm": None}),
@@ -52,6 +55,38 @@ def test_what_only_some_engines_know_is_refused_by_the_others(tmp_path, override
     for engine, message in outcomes.items():
         reasons = engine_reasons(tmp_path / "out", engine)
         assert (reasons == []) if message is None else any(message in reason for reason in reasons), (engine, reasons)
+
+
+def test_export_names_the_engines_that_would_serve_something_else(tmp_path):
+    """B42, B62: no flag is left out by an engine without a word at export, in the report and on the card."""
+    assert export_checkpoint(build_head(), None, tmp_path / "plain").notes == []
+    notes = export_checkpoint(build_head(norm_output=True), None, tmp_path / "flag").notes
+    assert len(notes) == 1 and notes[0].startswith("sglang ") and "norm_output" in notes[0]
+    assert notes[0] in (tmp_path / "flag/README.md").read_text()
+
+
+PUBLISHED = {
+    "d2t": (32000,), "t2d": (128256,), "fc.weight": (4096, 12288), "lm_head.weight": (32000, 4096),
+    "norm.weight": (4096,), "midlayer.hidden_norm.weight": (4096,), "midlayer.input_layernorm.weight": (4096,),
+    "midlayer.post_attention_layernorm.weight": (4096,), "midlayer.self_attn.q_proj.weight": (4096, 8192),
+    "midlayer.self_attn.k_proj.weight": (1024, 8192), "midlayer.self_attn.v_proj.weight": (1024, 8192),
+    "midlayer.self_attn.o_proj.weight": (4096, 4096), "midlayer.mlp.gate_proj.weight": (14336, 4096),
+    "midlayer.mlp.up_proj.weight": (14336, 4096), "midlayer.mlp.down_proj.weight": (4096, 14336),
+}  # fmt: skip
+"""Names and shapes of a published head for an 8B Llama."""
+
+
+@pytest.mark.parametrize("engine", PROFILES)
+def test_names_and_shapes_of_a_published_head(engine):
+    """B64, B67: checked from the list alone, no tensor is made."""
+    config = DraftConfig(
+        hidden_size=4096, target_hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256, draft_vocab_size=32000, aux_layer_ids=(1, 15, 28),
+    )  # fmt: skip
+    with torch.device("meta"):
+        assert tensor_reasons(PUBLISHED, config, PROFILES[engine]) == []
+        config.head_dim = 64
+        assert any("q_proj" in reason for reason in tensor_reasons(PUBLISHED, config, PROFILES[engine]))
 
 
 def drop(*keys):

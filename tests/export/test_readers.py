@@ -244,6 +244,38 @@ def test_keys_that_nothing_reads_are_refused_unless_told(tmp_path, head):
     assert load_draft(tmp_path / "out", strict=False).config == head.config
 
 
+def nested(**keys):
+    return lambda d: {**d, "eagle_config": {**d["eagle_config"], **keys}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nested(use_aux_hidden_state=False), "use_aux_hidden_state is False"),
+        (nested(use_last_layernorm=False), "use_last_layernorm is False"),
+        (nested(eh_proj_before_attn=True), "eagle_config.eh_proj_before_attn True"),
+        (nested(parallel_draft_step=4), "parallel_draft_step 4"),
+        (lambda d: {**d, "residual_multiplier": 0.5}, "residual_multiplier 0.5"),
+        (lambda d: {**d, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        (lambda d: {**d, "rope_parameters": {"rope_theta": 5e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+    ],
+)
+def test_what_another_tools_head_does_otherwise_is_refused(tmp_path, head, change, message):
+    """B40, B44: the names and shapes of its tensors would not tell."""
+    folder = foreign("specforge", head, tmp_path / "in")
+    edit(folder, nested(parallel_draft_step=1, use_mtp_layernorm=False, has_lm_head=True))
+    assert load_draft(folder).config.aux_layer_ids == (1, 3, 4)
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_draft(folder)
+
+
+def test_another_name_of_norm_output_is_understood(tmp_path, head):
+    folder = foreign("specforge", head, tmp_path / "in")
+    edit(folder, nested(return_hidden_post_norm=True))
+    assert load_draft(folder).config.norm_output is True
+
+
 def test_layouts_without_a_place_for_the_head_refuse_it(tmp_path):
     def source(**overrides):
         folder = tmp_path / "-".join(overrides)
