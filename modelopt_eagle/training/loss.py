@@ -61,12 +61,15 @@ class LossOutput:
         valid_counts: ``[K]`` int64 counted positions.
         top1_hits: ``[K]`` int64 counted positions where the head's argmax, mapped to the target's vocabulary, is the
             target's argmax over its full vocabulary.
+        asked_counts: ``[K]`` int64 counted positions together with those that were dropped because their token lies
+            outside the draft vocabulary; what an honest accuracy divides by.
     """
 
     loss: Tensor
     per_step: Tensor
     valid_counts: Tensor
     top1_hits: Tensor
+    asked_counts: Tensor
 
 
 @dataclass
@@ -173,7 +176,9 @@ def distillation_loss(
         output.documents, supervised.reshape(-1), output.steps, convention, output.rows,
         teacher=teacher, t2d=module.t2d, in_vocab_only=in_vocab_only or rule.in_vocab_only,
     )  # [K,n]  # fmt: skip
-    counts = counted.sum(1)  # [K]
+    counts = asked = counted.sum(1)  # [K]
+    if labels is not None or in_vocab_only or rule.in_vocab_only:
+        asked = counted_masks(output.documents, supervised.reshape(-1), output.steps, convention, output.rows).sum(1)
     if normalizers is None:
         divisor = normaliser(rule, counts, output.batch * output.length)
     else:
@@ -183,7 +188,7 @@ def distillation_loss(
     settings = _Settings(loss == "lk", lk_eta, rule.subtract_entropy)
     work = _Work(output.rows, counted, weights, counts, to_draft, teacher, settings)
     total, sums, hits = _FusedHeads.apply(work, module.lm_head.weight, *output.states)
-    return LossOutput(total, (sums / divisor).detach(), counts, hits)
+    return LossOutput(total, (sums / divisor).detach(), counts, hits, asked)
 
 
 def normaliser(rule: Convention, counts: Tensor, positions: int) -> Tensor:

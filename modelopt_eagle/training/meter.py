@@ -29,7 +29,7 @@ class Meter:
 
     def add(self, output: LossOutput) -> None:
         """Add a micro-batch (``per_step`` is its share of the step's global mean)."""
-        parts = (output.per_step, output.valid_counts, output.top1_hits)
+        parts = (output.per_step, output.asked_counts, output.top1_hits)
         values = torch.stack([part.double() for part in parts])  # [3,K]
         self._sums = values if self._sums is None else self._sums + values
 
@@ -37,9 +37,9 @@ class Meter:
         """Means since the last call, over all processes, and begin anew.
 
         Returns:
-            ``loss`` (decayed sum over rollout steps), ``per_step [K]``, ``accuracy [K]`` (share of counted positions
-            whose draft is the target's choice; outside the draft vocabulary is a miss), ``tokens_per_second``,
-            ``seconds_per_step``.
+            ``loss`` (decayed sum over rollout steps), ``per_step [K]``, ``accuracy [K]`` (share of supervised
+            positions whose draft is the target's choice; a token outside the draft vocabulary is a miss, also where the
+            loss drops it), ``tokens_per_second``, ``seconds_per_step``.
         """
         sums, counts, hits = self.accelerator.reduce(self._sums, "sum").tolist()
         seconds = time.monotonic() - self._since

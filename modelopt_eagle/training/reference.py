@@ -84,15 +84,16 @@ def reference_loss(
     base = rule.decay if decay is None else decay
     ids = module.target_ids
     steps, batch, length = hidden.shape[:3]
-    total, per_step, counts, hits = 0.0, [], [], []
+    total, per_step, counts, hits, asked = 0.0, [], [], [], []
     for k in range(steps):
-        sum_k, count, hit = hidden.new_zeros(()), 0, 0
+        sum_k, count, hit, wanted = hidden.new_zeros(()), 0, 0, 0
         for b in range(batch):
             for i in range(length):
                 _, end = document_span(document_ids, b, i, length)
                 token = i + k + COUNTED_TOKEN[convention]
                 if i + 1 + k >= end or token >= end or not supervised[b, token]:
                     continue
+                wanted += 1
                 top = int(target_logits[b, i + 1 + k].argmax())
                 if (in_vocab_only or rule.in_vocab_only) and not module.t2d[top]:
                     continue
@@ -112,4 +113,5 @@ def reference_loss(
         total = total + base**k * per_step[-1]
         counts.append(count)
         hits.append(hit)
-    return LossOutput(total, torch.stack(per_step), torch.tensor(counts), torch.tensor(hits))
+        asked.append(wanted)
+    return LossOutput(total, torch.stack(per_step), *(torch.tensor(part) for part in (counts, hits, asked)))

@@ -104,7 +104,7 @@ class TrainingStep(nn.Module):
         if batch is None:
             zero = sum((p.sum() * 0.0 for p in self.module.parameters() if p.requires_grad), normalizers.new_zeros(()))
             empty = torch.zeros(self.eagle.ttt_steps, dtype=torch.int64, device=normalizers.device)
-            return LossOutput(zero, empty.float(), empty, empty)
+            return LossOutput(zero, empty.float(), empty, empty, empty)
         eagle = self.eagle
         steps = eagle.ttt_steps if steps is None else steps
         device = batch.input_ids.device.type
@@ -138,7 +138,7 @@ class TrainingStep(nn.Module):
                 normalizers=normalizers[:steps],
             )
         missing = (0, eagle.ttt_steps - steps)
-        parts = (result.per_step, result.valid_counts, result.top1_hits)
+        parts = (result.per_step, result.valid_counts, result.top1_hits, result.asked_counts)
         return LossOutput(result.loss, *(nn.functional.pad(part, missing) for part in parts))  # [K] each
 
     def embed(self, input_ids: Tensor) -> Tensor:

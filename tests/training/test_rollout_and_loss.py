@@ -1,13 +1,17 @@
 """The fast rollout and loss against the plain ones, in value and gradient, and the rules of ``docs/design.md``."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.training import distillation_loss, rollout
 from modelopt_eagle.training.attention import QueryPlan, column_attention, dense_column_attention
 from modelopt_eagle.training.loss import CONVENTIONS
+from modelopt_eagle.training.meter import Meter
 from modelopt_eagle.training.reference import reference_loss, reference_rollout
 
 V, VD, H = 40, 16, 32
@@ -100,7 +104,7 @@ def test_loss_equals_the_plain_one_in_value_and_gradient(convention, packed, tea
         reference_rollout(module, embeddings, aux, 3, documents), module, supervised, logits,
         convention=convention, document_ids=documents,
     )  # fmt: skip
-    for name in ("loss", "per_step", "valid_counts", "top1_hits"):
+    for name in ("loss", "per_step", "valid_counts", "top1_hits", "asked_counts"):
         torch.testing.assert_close(getattr(fast, name), getattr(slow, name), atol=1e-5, rtol=1e-5)
     parameters = list(module.parameters())
     fast_grads = torch.autograd.grad(fast.loss, parameters)
@@ -121,10 +125,46 @@ def test_hard_labels_and_in_vocab_only_equal_the_plain_ones(option):
         document_ids=documents, **extra,
     )  # fmt: skip
     torch.testing.assert_close(fast.loss, slow.loss)
-    assert torch.equal(fast.valid_counts, slow.valid_counts)
-    assert int(fast.valid_counts.sum()) < int(
-        distillation_loss(rollout(module, embeddings, aux, 3, documents), module, supervised, logits).valid_counts.sum()
-    )
+    assert torch.equal(fast.valid_counts, slow.valid_counts) and torch.equal(fast.asked_counts, slow.asked_counts)
+    kept = distillation_loss(rollout(module, embeddings, aux, 3, documents), module, supervised, logits)
+    assert int(fast.valid_counts.sum()) < int(kept.valid_counts.sum())
+    assert torch.equal(fast.asked_counts, kept.asked_counts) and torch.equal(kept.asked_counts, kept.valid_counts)
+
+
+@pytest.mark.parametrize("in_vocab_only", [False, True])
+def test_accuracy_counts_what_the_head_cannot_say_as_missed(in_vocab_only):
+    """B134: ten positions, three of them outside the draft vocabulary, a head that is right wherever it can be."""
+    module = make_module()
+    embeddings, aux, _, _, _ = make_batch(1, 12)
+    output = rollout(module, embeddings, aux, 1)
+    draft = module.target_ids[module.lm_head(output.states[0]).argmax(-1)]  # [11] what the head says at anchors 0..10
+    logits = torch.zeros(1, 12, V)
+    logits[0, torch.arange(1, 12), draft] = 1.0  # its teacher says the same,
+    logits[0, [2, 5, 9]] = torch.eye(V)[0]  # but token 0, which is outside, three times
+    everything = torch.ones(1, 12, dtype=torch.bool)
+    out = distillation_loss(output, module, everything, logits, in_vocab_only=in_vocab_only)
+    assert out.asked_counts.tolist() == [10] and out.valid_counts.tolist() == [7 if in_vocab_only else 10]
+    assert out.top1_hits.tolist() == [7]
+    meter = Meter(0.9, SimpleNamespace(reduce=lambda value, how: value))
+    meter.steps = 1
+    meter.add(out)
+    assert meter.take()["accuracy"] == [pytest.approx(0.7)]
+
+
+def test_recomputed_forward_gives_the_same_gradients():
+    """B22: nothing in the step changes its inputs, so it may be run a second time in the backward pass."""
+    module = make_module()
+    embeddings, aux, logits, supervised, documents = make_batch()
+
+    def loss(aux):
+        output = rollout(module, embeddings, aux, 3, documents, supervised=supervised)
+        return distillation_loss(output, module, supervised, logits).loss
+
+    inputs = [aux.clone().requires_grad_() for _ in range(2)]
+    plain = torch.autograd.grad(loss(inputs[0]), [inputs[0], *module.parameters()])
+    again = checkpoint(loss, inputs[1], use_reentrant=False)
+    for a, b in zip(plain, torch.autograd.grad(again, [inputs[1], *module.parameters()]), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_lk_loss_gradient_is_that_of_its_formula():
