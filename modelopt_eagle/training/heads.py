@@ -50,6 +50,7 @@ def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> tu
         target_name=identity["model"],
         tokenizer_hash=identity["tokenizer_hash"],
         training_length=max(data.train.lengths),
+        extra={"template_hash": identity["template_hash"]},
         **overrides,
     )
     module = random_module(config, vocab, recipe.training.seed)
@@ -95,9 +96,17 @@ def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
             continue
         if (tuple(asked) if isinstance(asked, list) else asked) != found:
             differing.append(f"eagle.{key} is {asked}, the head has {found}")
+    if eagle.draft_vocab_size not in (None, module.config.draft_vocab_size):
+        size = module.config.draft_vocab_size
+        differing.append(f"eagle.draft_vocab_size is {eagle.draft_vocab_size}, the head keeps its map of {size}")
+    if eagle.draft_vocab_path is not None:
+        differing.append(f"eagle.draft_vocab_path is {eagle.draft_vocab_path}, the head keeps the map it has")
     if differing:
         where = recipe.model.draft_init
-        raise RecipeError(f"{where} is another head than the recipe describes: {'; '.join(differing)}")
+        raise RecipeError(
+            f"{where} is another head than the recipe describes: {'; '.join(differing)}. Leave these keys at null or "
+            "give the head's values"
+        )
     return module
 
 

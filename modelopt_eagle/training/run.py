@@ -174,6 +174,21 @@ def parity_sample(target, length: int = 32) -> torch.Tensor:
     return torch.randint(0, target.vocab_size, (1, length), generator=generator)
 
 
+def architecture_line(config) -> str:
+    """The resolved architecture of a head: its sizes, and every flag that is on."""
+    flags = ("attention_bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
+             "own_embedding")  # fmt: skip
+    scaling = "" if config.rope_scaling is None else f" ({config.rope_scaling.get('rope_type')})"
+    parts = [
+        f"{config.num_hidden_layers} {config.decoder_type} layers of {config.hidden_size}",
+        f"{config.num_attention_heads} heads ({config.num_key_value_heads} of keys and values) of {config.head_dim}",
+        f"feed-forward {config.intermediate_size}",
+        f"rotary base {config.rope_theta:g}{scaling}",
+        f"flags {', '.join(name for name in flags if getattr(config, name)) or 'none'}",
+    ]
+    return "head: " + ", ".join(parts)
+
+
 def head_lines(head: EagleModule, frozen: int) -> list[str]:
     """What is trained and how much memory it takes.
 
@@ -183,6 +198,7 @@ def head_lines(head: EagleModule, frozen: int) -> list[str]:
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     total = trained + frozen
     return [
+        architecture_line(head.config),
         f"trainable: {trained / 1e6:.2f} M of {total / 1e6:.2f} M parameters ({trained / total:.1%}), all of the head",
         f"memory: {trained * 16 / 2**20:.0f} MiB for weights, gradients and optimiser; a checkpoint takes "
         f"{trained * 12 / 2**20:.0f} MiB",
