@@ -31,6 +31,7 @@ class HybridSource(PlannedSource):
         shard_bytes: size of the shards written.
 
     Attributes:
+        found: rows that the store held at open.
         skipped: rows left out.
         generated: rows made so far.
         rows: the tokenised rows that are served, in the order of ``lengths``.
@@ -77,6 +78,7 @@ class HybridSource(PlannedSource):
         if self._reader.dataset_hash != self._data:
             raise FeatureError(f"{folder} was made from other data than this run's; use another folder, or dump again")
         self._find_stored()
+        self.found = len(self._stored)
         missing = len(self._rows) - len(self._stored)
         if missing and on_missing == "fail":
             raise FeatureError(

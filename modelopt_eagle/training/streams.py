@@ -6,7 +6,7 @@ import os
 
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import RecipeError
-from modelopt_eagle.features import FeatureContract, HybridSource, SelectedSource, StreamedSource
+from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource, SelectedSource, StreamedSource
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.store import dataset_hash
 from modelopt_eagle.recipe import Recipe
@@ -72,6 +72,8 @@ def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelera
             )
         folder = recipe.data.offline_data_path
         source = HybridSource(folder, dataset, contract, on_missing=recipe.data.on_missing, make=make)
+        if source.found:
+            OfflineSource(folder, verify="read").check_teacher(target.head, final_norm=target.final_norm)
         rows = source.rows
         header.append(f"features: {folder} ({source.contract.dtype}), {source.skipped} rows that it lacks are skipped")
     chosen = set(held_out_rows(len(rows)))

@@ -1,11 +1,12 @@
 """Whole training runs: streamed from a server, and from a store that is filled on the way."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
-from modelopt_eagle.errors import EagleError
+from modelopt_eagle.errors import EagleError, FeatureError
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.store import StoreReader
 from modelopt_eagle.features.stream.target_server import TargetServer
@@ -64,3 +65,21 @@ def test_a_store_that_lacks_rows(tiny_target, tiny_target_dir, data, tmp_path):
     assert made.steps == 3 and len(StoreReader(tmp_path / "store")) == 12
     with pytest.raises(EagleError, match="eval_path"):
         run(tiny_target_dir, data, tmp_path / "eval", store, "data.on_missing=skip", f"data.eval_path={data}")
+
+
+def test_a_store_of_spoiled_states_is_not_filled_up(tiny_target, tiny_target_dir, data, tmp_path):
+    """B37: the states are held against the stored predictions also where a store lacks rows."""
+    from modelopt_eagle.data import prepare_dataset
+
+    class Spoiled(TargetBackEnd):
+        def features(self, rows):
+            for number, row in super().features(rows):
+                yield number, replace(row, final_hidden=3 * row.final_hidden)
+
+    rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048, end_token_ids=(2,)).rows
+    dump(Spoiled(tiny_target), rows, tmp_path / "store", worker=(0, 2))
+    with pytest.raises(FeatureError, match="teacher parity broken"):
+        run(
+            tiny_target_dir, data, tmp_path / "run", f"data.offline_data_path={tmp_path / 'store'}",
+            "data.on_missing=skip",
+        )  # fmt: skip
