@@ -6,7 +6,7 @@ from pathlib import Path
 
 from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
 from modelopt_eagle.data.report import DataReport
-from modelopt_eagle.data.roles import Message, RowRejected, messages_of, row_id
+from modelopt_eagle.data.roles import Message, RowRejected, messages_of, refuse_what_is_not_rendered, row_id
 from modelopt_eagle.errors import DataError
 
 _NAMES = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
@@ -86,6 +86,7 @@ def read_conversations(
 
 def _conversation(row: SourceRow, index: int, aliases: Mapping[str, str] | None, report: DataReport) -> Conversation:
     messages = messages_of(row, aliases)
+    refuse_what_is_not_rendered(row)
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
     conversation = Conversation(
         row_id(row, index), tuple(messages[: last + 1]), str(row.value.get("category") or "all"), row.place

@@ -10,6 +10,7 @@ REASONS = {
     "malformed_message": "a turn without role and text",
     "non_text_content": "a turn whose content is no text",
     "tool_role": "tool use",
+    "separate_reasoning": "reasoning in a field of its own",
     "unknown_role": "a role that is neither known nor aliased",
     "no_assistant_turn": "nothing to learn from",
     "empty_answer": "an assistant turn without text",
@@ -78,6 +79,8 @@ class DataReport:
         ]
         if self.max_length is not None:
             lines[0] += f", {self.truncated / max(self.rows, 1):.1%} truncated at {self.max_length} tokens"
+        if self.tokens and self.supervised == self.tokens:
+            lines.append("  warning: every token is supervised; in chat data the user's turns must not be")
         if self.fanned_out:
             lines.append(
                 f"  {self.fanned_out} more rows: the template rewrites history, each answer has a row of its own"

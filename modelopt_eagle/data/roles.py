@@ -74,6 +74,28 @@ def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> lis
     return messages
 
 
+def refuse_what_is_not_rendered(row: SourceRow) -> None:
+    """Refuse what a row holds beside its texts and a server would have put before or into the answer.
+
+    Raises:
+        RowRejected: ``tool_role`` for descriptions of tools, ``separate_reasoning`` for reasoning in its own field.
+    """
+    for key in ("tools", "functions"):
+        if row.value.get(key) not in (None, [], {}, "", "[]", "{}", "null"):
+            raise RowRejected(
+                "tool_role", f"{row.place}: `{key}` describes tools, and these are not rendered: remove them"
+            )
+    turns = next((row.value[key] for key in _MESSAGE_KEYS if row.value.get(key)), [])
+    for index, turn in enumerate(turns):
+        key = next((key for key in ("reasoning_content", "thinking") if turn.get(key)), None)
+        if key is not None:
+            raise RowRejected(
+                "separate_reasoning",
+                f"{row.place}, turn {index}: the reasoning stands in `{key}`, so the content is not all that was "
+                "written: put it into the content, as the target writes it, or remove it",
+            )
+
+
 def row_id(row: SourceRow, index: int) -> str:
     """The row's own id (``id``, ``question_id``, ``prompt_id``, ``conversation_id``), or one made of its number."""
     keys = ("id", "question_id", "prompt_id", "conversation_id")

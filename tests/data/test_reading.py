@@ -126,6 +126,11 @@ def test_an_unknown_role_fails_is_dropped_or_is_mapped(tmp_path):
         ({"messages": [{"role": "assistant", "content": "unasked"}]}, "no_assistant_turn"),
         ({"messages": [GOOD["messages"][0], {"role": "assistant", "content": " \n"}]}, "empty_answer"),
         (GOOD | {"id": "row-000000"}, "duplicate_id"),
+        (GOOD | {"tools": [{"name": "f"}]}, "tool_role"),
+        (
+            {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]},
+            "separate_reasoning",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_counted_under_its_reason(tmp_path, row, reason):
@@ -133,6 +138,12 @@ def test_a_row_that_cannot_be_used_is_counted_under_its_reason(tmp_path, row, re
     assert found.report.dropped == {reason: 1}
     assert "data.jsonl:2" in found.report.examples[reason]
     assert len(found.rows) == 1 and found.report.read == 2
+
+
+def test_empty_tools_and_empty_reasoning_are_nothing(tmp_path):
+    turns = [GOOD["messages"][0], {"role": "assistant", "content": "4", "reasoning_content": None, "tool_calls": []}]
+    rows = [GOOD | {"tools": []}, {"messages": turns, "tools": "[]", "functions": None}]
+    assert len(read_conversations(write_lines(tmp_path / "data.jsonl", *rows)).rows) == 2
 
 
 def test_no_usable_row_stops_with_the_reasons(tmp_path):
