@@ -1,0 +1,24 @@
+"""What a sweep advises."""
+
+from modelopt_eagle.validation.speed import Speed
+from modelopt_eagle.validation.sweep import sweep_table
+
+
+def measured(steps, accepted, draft, verify, plain=1.0):
+    """A row of a sweep by a model of costs: seconds of a step over those of plain decoding."""
+    speed = Speed(accepted * plain / (draft + verify), accepted, plain, draft, verify, 0.0, 100)
+    return {
+        "mode": "chain", "num_steps": steps, "acceptance_length": accepted, "speedup": speed.speedup,
+        "break_even": speed.break_even,
+    }  # fmt: skip
+
+
+def test_drafting_nothing_is_advised_where_verification_costs_too_much():
+    """B140: the target's pass costs as much again with every token (experts), and acceptance grows by less."""
+    dear = [measured(k, 1 + 0.5 * k, 0.1 * k, 1.0 + k) for k in (1, 3, 5)]
+    dear.sort(key=lambda row: -row["speedup"])
+    assert all(row["break_even"] > row["acceptance_length"] for row in dear)
+    assert "draft nothing" in sweep_table(dear)
+    cheap = [measured(k, 1 + 0.5 * k, 0.1 * k, 1.0) for k in (1, 3)]
+    cheap.sort(key=lambda row: -row["speedup"])
+    assert "best on this machine: chain, steps 3" in sweep_table(cheap)
