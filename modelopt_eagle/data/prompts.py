@@ -51,6 +51,20 @@ def load_prompts(source: str | Path | Sequence[str | Path], limit: int | None = 
     return prompts
 
 
+def as_prompts(prompts: str | Path | Sequence[Prompt | str]) -> list[Prompt]:
+    """Prompts as they are, texts as prompts of one turn, a file or a name as :func:`load_prompts` reads it.
+
+    Raises:
+        DataError: something else in the list.
+    """
+    if isinstance(prompts, (str, Path)):
+        return load_prompts(prompts)
+    made = [Prompt(f"prompt-{i}", "all", (p,)) if isinstance(p, str) else p for i, p in enumerate(prompts)]
+    if wrong := next((p for p in made if not isinstance(p, Prompt)), None):
+        raise DataError(f"expected prompts or texts, found {type(wrong).__name__}: load_prompts(FILE) reads them")
+    return made
+
+
 def _prompt(row: SourceRow, index: int) -> Prompt:
     value = row.value
     identifier = row_id(row, index)

@@ -54,6 +54,11 @@ class PseudoSpeculativeGenerator:
         max_batch: int | None = None,
         cache_length: int | None = None,
     ):
+        if not isinstance(target, Target):
+            raise DecodingError(
+                f"expected a Target, found {type(target).__name__}: load_target(NAME) makes one, or "
+                "Target(model, tokenizer, name=...)"
+            )
         self.target, self.draft = target, draft
         self.plan = DraftPlan.from_options(mode, num_steps, topk, depth, num_nodes)
         if max_batch is not None and max_batch < 1:
@@ -85,7 +90,8 @@ class PseudoSpeculativeGenerator:
         """Answer a batch of prompts, which may differ in length and stop at different times.
 
         Args:
-            input_ids: a list of prompts (lists or 1-D tensors of ids), or ``[B, S]`` with ``attention_mask``.
+            input_ids: a list of prompts (lists or 1-D tensors of ids), ``[B, S]`` with ``attention_mask`` if rows are
+                padded, or a single prompt ``[S]``.
             max_new_tokens: limit on new tokens, one for all or one a request.
             temperature: 0 is greedy; the sampling options take one value for all, or one a request.
             attention_mask: ``[B, S]``, 0 at padding on either side.

@@ -125,12 +125,20 @@ def make_requests(
 
 
 def read_prompts(input_ids, attention_mask, vocab_size: int) -> list[list[int]]:
-    """Prompts as lists of ids, from a list of lists or 1-D tensors, or from ``[B, S]`` ids with a padding mask.
+    """Prompts as lists of ids, from a list of lists or 1-D tensors, from ``[B, S]`` ids with a padding mask, or from one
+    prompt alone, ``[S]``.
 
     Raises:
         DecodingError: see :func:`make_requests`.
     """
-    if isinstance(input_ids, Tensor) and input_ids.dim() == 2:
+    if isinstance(input_ids, Tensor) and (input_ids.is_floating_point() or input_ids.dim() not in (1, 2)):
+        raise DecodingError(
+            f"input_ids must be integers of shape [B, S] or [S], found {input_ids.dtype} {list(input_ids.shape)}"
+        )
+    if isinstance(input_ids, Tensor):
+        if input_ids.dim() == 1:
+            input_ids = input_ids[None]  # [1,S]
+            attention_mask = attention_mask[None] if attention_mask is not None else None
         if attention_mask is None:
             prompts = input_ids.tolist()
         else:
@@ -145,7 +153,11 @@ def read_prompts(input_ids, attention_mask, vocab_size: int) -> list[list[int]]:
             raise DecodingError("attention_mask goes with input_ids as a [B, S] tensor; a list of prompts needs none")
         prompts = [p.tolist() if isinstance(p, Tensor) else p for p in input_ids]
         if prompts and all(isinstance(p, int) for p in prompts):
-            raise DecodingError("input_ids is one flat list: pass a list of prompts, [[...]]")
+            prompts = [prompts]
+        if not all(isinstance(p, (list, tuple)) and all(isinstance(token, int) for token in p) for p in prompts):
+            raise DecodingError(
+                "input_ids must hold token ids: pass a list of prompts, [[1, 2, 3], [4, 5]], or tensors"
+            )
         prompts = [list(p) for p in prompts]
     else:
         raise DecodingError(f"input_ids must be [B, S], or a list of prompts, found {type(input_ids).__name__}")

@@ -142,6 +142,7 @@ class DraftVocab:
 
     def to_target(self, ids: Tensor) -> Tensor:
         """Target ids of draft ids, any shape, int64."""
+        ids = torch.as_tensor(ids, device=self.d2t.device)
         return ids + self.d2t[ids]
 
     def to_draft(self, ids: Tensor) -> Tensor:
@@ -150,4 +151,4 @@ class DraftVocab:
             table = torch.full((self.t2d.numel(),), -1, dtype=torch.int64, device=self.d2t.device)
             table[self.target_ids] = torch.arange(self.size, device=self.d2t.device)
             self._target_to_draft = table
-        return self._target_to_draft[ids]
+        return self._target_to_draft[torch.as_tensor(ids, device=self.d2t.device)]

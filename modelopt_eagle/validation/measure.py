@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from modelopt_eagle.data import Prompt
+from modelopt_eagle.data.prompts import as_prompts
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import DataError
@@ -22,7 +24,7 @@ SPEED_TOKENS = 128
 def measure_acceptance(
     target: Target,
     module: EagleModule,
-    prompts: Sequence[Prompt],
+    prompts: str | Path | Sequence[Prompt | str],
     *,
     num_steps: int = 3,
     max_new_tokens: int = 256,
@@ -41,7 +43,8 @@ def measure_acceptance(
     Args:
         target: the frozen target.
         module: the head.
-        prompts: asked through the target's chat template; later turns follow the answers given.
+        prompts: asked through the target's chat template; later turns follow the answers given. Also texts, or what
+            ``load_prompts`` takes.
         num_steps: K drafted tokens of a chain.
         max_new_tokens: limit of an answer.
         batch_size: prompts decoded together (the result does not depend on it).
@@ -58,6 +61,7 @@ def measure_acceptance(
         DataError: no prompts, none that fits, or no chat template.
         DecodingError: options or models that do not fit together.
     """
+    prompts = as_prompts(prompts)
     if not prompts:
         raise DataError("no prompts to validate on")
     generator = PseudoSpeculativeGenerator(target, module, mode, num_steps, topk=topk, depth=depth, num_nodes=num_nodes)

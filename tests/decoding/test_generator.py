@@ -72,6 +72,23 @@ def test_ragged_padding_on_either_side(target, good_head, prompts, greedy):
     assert output.tokens == greedy
 
 
+def test_prompts_may_be_given_in_any_plain_form(target, good_head, prompts, greedy):
+    generator = PseudoSpeculativeGenerator(target, good_head)
+    ids = torch.tensor(prompts[0])
+    mask = torch.ones(len(ids) + 1, dtype=torch.int64)
+    mask[0] = 0
+    padded = torch.cat((ids.new_zeros(1), ids))
+    for given, options in (
+        (prompts[0], {}),
+        (ids, {}),
+        (ids.int(), {}),
+        (ids[None].int(), {}),
+        ([ids], {}),
+        (padded, {"attention_mask": mask}),
+    ):
+        assert generator.generate(given, 48, temperature=0, **options).tokens == greedy[:1]
+
+
 def test_length_limit_inside_an_accepted_run(target, good_head, prompts, greedy):
     for limit in range(1, 9):
         output = PseudoSpeculativeGenerator(target, good_head, num_steps=4).generate(prompts, limit)

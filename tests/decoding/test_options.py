@@ -25,6 +25,7 @@ def tree(**options):
         (lambda t, h: PseudoSpeculativeGenerator(t, h, mode="bush"), '"chain" or "tree"'),
         (lambda t, h: PseudoSpeculativeGenerator(t, h, num_steps=-1), "num_steps"),
         (lambda t, h: PseudoSpeculativeGenerator(t, None), "needs a draft head"),
+        (lambda t, h: PseudoSpeculativeGenerator(t.model, h), "expected a Target, found LlamaForCausalLM"),
         (lambda t, h: PseudoSpeculativeGenerator(t, h, max_batch=0), "max_batch"),
     ],
 )
@@ -71,7 +72,10 @@ def test_sampling_options():
     [
         ([], {}, "no prompts"),
         ([[]], {}, "at least one prompt token"),
-        ([5, 6], {}, "one flat list"),
+        (["a text"], {}, "must hold token ids"),
+        ([[[5]]], {}, "must hold token ids"),
+        (torch.ones(1, 2), {}, "must be integers of shape"),
+        (torch.ones(1, 1, 2, dtype=torch.int64), {}, "must be integers of shape"),
         ([[5, 999]], {}, "outside the vocabulary of 256"),
         ([[5]], {"max_new_tokens": 0}, "max_new_tokens"),
         ([[5]], {"max_new_tokens": [3, 4]}, "2 values for 1 requests"),

@@ -101,3 +101,16 @@ def test_a_reduced_vocabulary_counts_what_it_cannot_say_as_missed(target, prompt
     head = make_head(target, draft_vocab_size=16)
     report = measure_acceptance(target, head, prompts, max_new_tokens=32, speedup_prompts=0)
     assert report.steps > 32 and report.acceptance_length < 1.5
+
+
+def test_prompts_may_be_texts_or_a_file(target, good_head, tmp_path):
+    options = dict(max_new_tokens=8, speedup_prompts=0)
+    texts = measure_acceptance(target, good_head, ["Hello", "Say a word."], **options)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"id": text, "turns": [text]}) + "\n" for text in ("Hello", "Say a word.")))
+    read = measure_acceptance(target, good_head, file, **options)
+    assert texts.prompts == read.prompts == 2 and texts.steps == read.steps
+    assert texts.acceptance_length == read.acceptance_length and set(texts.per_category) == {"all"}
+    for wrong, words in (([], "no prompts"), ([["Hello"]], "expected prompts or texts, found list")):
+        with pytest.raises(DataError, match=words):
+            measure_acceptance(target, good_head, wrong, **options)
