@@ -40,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ar_lower_bound", type=float, help=f"leave with exit code {BELOW_BOUND} below this acceptance length"
     )
-    parser.add_argument("--output", type=Path, help="write acceptance.json here")
+    parser.add_argument(
+        "--output", type=Path, default=Path("acceptance.json"), help="the numbers as JSON (default acceptance.json)"
+    )
     parser.add_argument("--html", type=Path, help="write a report with plots here (extra: report)")
     parser.add_argument("--seed", type=int, default=0, help="of the interval's bootstrap (default 0)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of target and head")
@@ -93,8 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.sweep:
         report.sweep = sweep(target, module, prompts, num_prompts=max(1, arguments.speedup_prompts))
         print("\n" + sweep_table(report.sweep))
-    if arguments.output is not None:
-        print(f"wrote {report.write_json(arguments.output)}")
+    print(f"wrote {report.write_json(arguments.output)}")
     if arguments.html is not None:
         from modelopt_eagle.validation.html import write_html
 
@@ -160,7 +161,20 @@ def load_pair(arguments: argparse.Namespace):
         tokenizer_hash=tokenizer_hash(target.tokenizer),
         dtype=target.dtype,
     )
+    warn_of_another_template(module, target)
     return target, module.to(target.device).eval()
+
+
+def warn_of_another_template(module, target) -> None:
+    """Say it if the prompts are rendered by another chat template than the head's training rows were."""
+    from modelopt_eagle.target.identity import template_hash
+
+    trained, found = module.config.extra.get("template_hash"), template_hash(target.tokenizer)
+    if trained and trained != found:
+        print(
+            f"warning: the head was trained with another chat template (hash {trained}, this one's is {found or 'none'}): "
+            "its acceptance is measured on prompts that it does not know; pass that one with --chat_template"
+        )
 
 
 def own_target(recorded: str | None) -> str | None:

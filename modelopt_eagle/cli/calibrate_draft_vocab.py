@@ -3,6 +3,9 @@
 import argparse
 from pathlib import Path
 
+ARGMAX_ROWS = 64
+"""Conversations that the target is run on."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="calibrate_draft_vocab.py", description=__doc__)
@@ -23,9 +26,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that the target's folder brings")
     measured = parser.add_mutually_exclusive_group()
     measured.add_argument(
-        "--target_argmax", action="store_true", help="also run the target and print the share of its argmaxes inside"
+        "--argmax_rows",
+        type=int,
+        default=ARGMAX_ROWS,
+        help="run the target on this many conversations, spread over the data, for the share of its argmax tokens "
+        f"inside (default {ARGMAX_ROWS}; 0: do not run it)",
     )
-    measured.add_argument("--features", type=Path, help="the same, from a feature store of the target")
+    measured.add_argument("--features", type=Path, help="the same over all rows of a feature store of the target")
     return parser
 
 
@@ -35,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from modelopt_eagle.data.dataset import prepare_dataset
     from modelopt_eagle.data.vocab import choose_draft_vocab, count_predictions, coverage_of, save_draft_vocab
-    from modelopt_eagle.errors import CheckpointError
+    from modelopt_eagle.errors import CheckpointError, DataError
     from modelopt_eagle.target.identity import tokenizer_hash
     from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
 
@@ -50,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
             f"--draft_vocab_size {arguments.draft_vocab_size} is larger than the target's vocabulary of {vocab_size} "
             "tokens: ask for at most that"
         )
+    if arguments.argmax_rows < 0:
+        raise DataError(f"--argmax_rows must be at least 0, found {arguments.argmax_rows}")
     ends = end_token_ids(place, config)
     dataset = prepare_dataset(
         tokenizer,
@@ -119,16 +128,17 @@ def _predictions(arguments: argparse.Namespace, dataset, tokenizer_hash: str):
                 f"{arguments.model} has {tokenizer_hash}); give a store of this target"
             )
         return (source.row(number).target_top1 for number in range(len(source.lengths)))
-    if arguments.target_argmax:
-        return _run_target(arguments, dataset)
+    count = min(arguments.argmax_rows, len(dataset.rows))
+    if count:
+        return _run_target(arguments, [dataset.rows[i * len(dataset.rows) // count] for i in range(count)])
     return None
 
 
-def _run_target(arguments: argparse.Namespace, dataset):
+def _run_target(arguments: argparse.Namespace, rows):
     import torch
 
     from modelopt_eagle.data.progress import ProgressBar
-    from modelopt_eagle.features.compute import compute_features, length_batches
+    from modelopt_eagle.features.compute import compute_rows
     from modelopt_eagle.target import load_target
 
     gpu = torch.cuda.is_available()
@@ -139,8 +149,7 @@ def _run_target(arguments: argparse.Namespace, dataset):
         trust_remote_code=arguments.trust_remote_code,
         chat_template=arguments.chat_template,
     )
-    bar = ProgressBar(len(dataset.rows), "target argmax")
-    for batch in length_batches(dataset.lengths, batch_tokens=2048):
-        for row in compute_features(target, [dataset.rows[i] for i in batch], target.default_aux_layer_ids()):
-            yield row.target_top1
-        bar.advance(len(batch))
+    bar = ProgressBar(len(rows), "target argmax")
+    for _, row in compute_rows(target, rows, (0,), batch_tokens=2048):  # a layer must be named; no use is made of it
+        yield row.target_top1
+        bar.advance(1)

@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("calib_samples", "calib_length", "steps", "num_samples", "max_new_tokens"):
         if getattr(arguments, name) < 1:
             raise ExportError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
+    from modelopt_eagle.cli.ar_validate import own_target
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.export import read_head
     from modelopt_eagle.export.quantize import feed, quantize_drafter
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.validation import measure_acceptance
 
     head = read_head(arguments.model_path)
-    name = arguments.base_model or head.config.target_name
+    name = arguments.base_model or own_target(head.config.target_name)
     if not name:
         raise ExportError("the head does not name its target: give it with --base_model")
     target = load_target(name)

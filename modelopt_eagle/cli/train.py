@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from modelopt_eagle.recipe import train_parser, train_recipe
+from modelopt_eagle.recipe import train_recipe
 
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; its flags are those of train_eagle3_and_export.sh. Returns 130 if it was interrupted."""
-    train_parser()  # the flags
     recipe = train_recipe(argv)
     from modelopt_eagle.training import train
 

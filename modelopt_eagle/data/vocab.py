@@ -140,6 +140,7 @@ def load_draft_vocab(
     """Read a map that :func:`save_draft_vocab` wrote.
 
     Args:
+        folder: what was written, or the ``draft_vocab.safetensors`` in it.
         tokenizer_hash: of the target at hand; a map of another tokenizer is refused.
         vocab_size: V of the target at hand; likewise.
 
@@ -147,6 +148,7 @@ def load_draft_vocab(
         CheckpointError: files missing or broken, a map of another tokenizer or of another vocabulary size.
     """
     folder = Path(folder)
+    folder = folder.parent if folder.name == WEIGHTS else folder
     for name in (WEIGHTS, RECORD):
         if not (folder / name).is_file():
             raise CheckpointError(

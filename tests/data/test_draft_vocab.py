@@ -19,7 +19,7 @@ from modelopt_eagle.data.vocab import (
 from modelopt_eagle.draft import DraftVocab
 from modelopt_eagle.errors import CheckpointError, DataError
 from modelopt_eagle.target.identity import tokenizer_hash
-from modelopt_eagle.target.tiny import make_byte_tokenizer
+from modelopt_eagle.target.tiny import make_byte_tokenizer, make_tiny_target
 
 
 @pytest.fixture
@@ -80,6 +80,7 @@ def test_round_trip_and_refusals(tmp_path):
     again = load_draft_vocab(tmp_path, "aaaa", 10)
     assert torch.equal(again.d2t, vocab.d2t) and torch.equal(again.t2d, vocab.t2d)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["draft_vocab.json", "draft_vocab.safetensors"]
+    assert torch.equal(load_draft_vocab(tmp_path / "draft_vocab.safetensors", "aaaa").d2t, vocab.d2t)
     with pytest.raises(CheckpointError, match="another tokenizer .toy, hash aaaa; the target's is bbbb"):
         load_draft_vocab(tmp_path, "bbbb")
     with pytest.raises(CheckpointError, match="vocabulary of 10 tokens, the target has 12"):
@@ -105,7 +106,7 @@ def calibrate(target, data, folder, *more):
 
 
 def test_the_command_writes_map_and_record(tiny_target_dir, tiny_target, data_file, tmp_path, capsys):
-    assert calibrate(tiny_target_dir, data_file, tmp_path / "map", "--draft_vocab_size", "64", "--target_argmax") == 0
+    assert calibrate(tiny_target_dir, data_file, tmp_path / "map", "--draft_vocab_size", "64") == 0
     printed = capsys.readouterr().out
     assert "3 conversations read" in printed and "argmax tokens are inside" in printed
     record = json.loads((tmp_path / "map" / "draft_vocab.json").read_text())
@@ -115,6 +116,16 @@ def test_the_command_writes_map_and_record(tiny_target_dir, tiny_target, data_fi
     argmax = tiny_target.model(torch.tensor([_row(tiny_target.tokenizer)])).logits.argmax(-1)[0]
     predicting = argmax[-len("hello there") - 3 : -2]  # for the answer, its end, not for the line break
     assert record["target_argmax_coverage"] == pytest.approx(float(vocab.t2d[predicting].float().mean()))
+
+
+def test_the_command_runs_a_target_of_few_layers_on_a_sample_or_not_at_all(data_file, tmp_path):
+    make_tiny_target(tmp_path / "short", layers=2)
+    common = (tmp_path / "short", data_file, tmp_path / "map", "--draft_vocab_size", "64", "--argmax_rows")
+    assert calibrate(*common, "2") == 0
+    record = json.loads((tmp_path / "map" / "draft_vocab.json").read_text())
+    assert record["target_argmax_tokens"] == 2 * len("hello there") + 2 and record["supervised_tokens"] == 36
+    assert calibrate(*common, "0") == 0
+    assert "target_argmax_tokens" not in json.loads((tmp_path / "map" / "draft_vocab.json").read_text())
 
 
 def _row(tokenizer):
@@ -142,7 +153,7 @@ def test_the_command_reads_argmaxes_from_a_store_of_this_target(
     common = (tiny_target_dir, data_file, tmp_path / "map", "--draft_vocab_size", "64", "--features")
     assert calibrate(*common, str(tmp_path / "own")) == 0
     from_store = json.loads((tmp_path / "map" / "draft_vocab.json").read_text())
-    assert calibrate(*common[:-1], "--target_argmax") == 0
+    assert calibrate(*common[:-1]) == 0
     assert from_store == json.loads((tmp_path / "map" / "draft_vocab.json").read_text())
     capsys.readouterr()
     assert calibrate(*common, str(tmp_path / "other")) == 2
@@ -155,6 +166,7 @@ def test_the_command_reads_argmaxes_from_a_store_of_this_target(
         (["--draft_vocab_size", "300"], "300 is larger than the target's vocabulary of 256"),
         (["--draft_vocab_size", "2"], "cannot hold the 4 special and end tokens"),
         (["--draft_vocab_size", "64", "--role_alias", "robot"], "expects NAME=ROLE"),
+        (["--draft_vocab_size", "64", "--argmax_rows", "-1"], "--argmax_rows must be at least 0"),
     ],
 )
 def test_the_command_refuses(tiny_target_dir, data_file, tmp_path, capsys, more, message):

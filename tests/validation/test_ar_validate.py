@@ -52,11 +52,13 @@ def test_script_prints_the_table_and_writes_both_reports(folders):
     assert page.count("data:image/png;base64,") == 2 and "&lt;|im_start|&gt;user" in page
 
 
-def test_lower_bound_decides_the_exit_code(folders, capsys):
+def test_lower_bound_decides_the_exit_code(folders, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     quick = ["--speedup_prompts", "0", "--num_samples", "1"]
     assert run_command("ar_validate", command(folders, *quick, "--ar_lower_bound", "1.0")) == 0
     assert run_command("ar_validate", command(folders, *quick, "--ar_lower_bound", "3.99")) == 1
     assert "below the bound of 3.99" in capsys.readouterr().out
+    assert json.loads((tmp_path / "acceptance.json").read_text())["prompts"] == 1  # written without being asked
 
 
 def test_tree_and_sweep(folders, capsys, monkeypatch):
