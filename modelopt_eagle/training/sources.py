@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from modelopt_eagle.data import DataReport, ProgressBar, TokenizedDataset, prepare_dataset
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, RecipeError, TargetError
-from modelopt_eagle.features import FeatureContract, FeatureSource, MemorySource, OnlineSource
+from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
@@ -48,16 +48,54 @@ class Rows:
     Args:
         reader: anything with ``contract, lengths, row(number)``.
         numbers: rows to show, in this order.
+        window: longer rows are cut at so many tokens.
     """
 
-    def __init__(self, reader, numbers: list[int]):
-        self._reader, self._numbers = reader, numbers
+    def __init__(self, reader, numbers: list[int], window: int):
+        self._reader, self._numbers, self._window = reader, numbers, window
         self.folder, self.contract = getattr(reader, "folder", "the reader"), reader.contract
-        self.lengths = [reader.lengths[number] for number in numbers]
+        self.lengths = [min(reader.lengths[number], window) for number in numbers]
 
-    def row(self, number: int):
+    def row(self, number: int) -> FeatureRow:
         """Row ``number`` of the selection."""
-        return self._reader.row(self._numbers[number])
+        return cut(self._reader.row(self._numbers[number]), self._window)
+
+
+def cut(row: FeatureRow, window: int) -> FeatureRow:
+    """The first ``window`` tokens of a row; what the last one predicts is no longer there."""
+    if len(row) <= window:
+        return row
+    parts = {f.name: getattr(row, f.name) for f in fields(row)}
+    parts = {name: part[:window].clone() if isinstance(part, Tensor) else part for name, part in parts.items()}
+    if parts["target_top1"] is not None:
+        parts["target_top1"][-1] = -1
+    return FeatureRow(**parts)
+
+
+def rows_to_use(reader: StoreReader, data) -> tuple[list[int], DataReport]:
+    """Numbers of the stored rows that a recipe's ``data`` section asks for, and the account of them.
+
+    ``max_rows`` takes the first ones; those longer than ``max_length`` are cut or left out, as ``overlong`` says.
+    """
+    count, window = min(len(reader.lengths), data.max_rows or len(reader.lengths)), data.max_length
+    kept, report = [], DataReport(read=count, max_length=window)
+    for number in range(count):
+        length, supervised = reader.lengths[number], reader.supervised[number]
+        if length > window:
+            place = f"{reader.folder}, row {reader.row_ids[number]!r}"
+            if data.overlong == "drop":
+                report.drop("too_long", f"{place}: {length} tokens, the window has {window}")
+                continue
+            supervised = int(reader.row(number).supervised[:window].sum())
+            if not supervised:
+                report.drop("prompt_fills_window", f"{place}: no answer begins within {window} of {length} tokens")
+                continue
+            report.truncated += 1
+        kept.append(number)
+        report.rows += 1
+        report.tokens += min(length, window)
+        report.supervised += supervised
+    return kept, report
 
 
 def held_out_rows(count: int) -> list[int]:
@@ -170,27 +208,23 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
         dtype="float32", tokenizer_hash=identity["tokenizer_hash"], template_hash=identity["template_hash"],
         hidden_size=identity["hidden_size"], vocab_size=identity["vocab_size"],
     )  # fmt: skip
-    chosen = set(held_out_rows(len(reader.lengths)))
-    parts = [[n for n in range(len(reader.lengths)) if (n in chosen) == held] for held in (False, True)]
+    kept, report = rows_to_use(reader, recipe.data)
+    chosen = set(held_out_rows(len(kept)))
+    parts = [[n for place, n in enumerate(kept) if (place in chosen) == held] for held in (False, True)]
 
     def source(numbers: list[int]) -> OfflineSource:
-        return OfflineSource(Rows(reader, numbers), expected, final_norm=tables.final_norm, head=tables.head)
+        rows = Rows(reader, numbers, recipe.data.max_length)
+        return OfflineSource(rows, expected, final_norm=tables.final_norm, head=tables.head)
 
-    train = source(parts[0])
-    train.check_teacher(tables.head, final_norm=tables.final_norm)
-    report = DataReport(
-        read=len(reader.lengths),
-        rows=len(reader.lengths),
-        tokens=sum(reader.lengths),
-        supervised=sum(reader.supervised),
-    )
     header = [*report.header().splitlines(), f"features: {recipe.data.offline_data_path} ({reader.contract.dtype})",
               held_out_line(len(parts[1]))]  # fmt: skip
     for line in header:
         say(line)
     if not report.supervised:
         raise DataError(f"{recipe.data.offline_data_path} holds no supervised token, there is nothing to train on")
-    counts = count_supervised((reader.row(number) for number in parts[0]), identity["vocab_size"])
+    train = source(parts[0])
+    train.check_teacher(tables.head, final_norm=tables.final_norm)
+    counts = count_supervised((train.reader.row(number) for number in range(len(parts[0]))), identity["vocab_size"])
     fingerprint = hashlib.sha256(f"{reader.dataset_hash} {parts[0]}".encode()).hexdigest()
     return RunData(train, source(parts[1]) if parts[1] else None, counts, header, fingerprint)
 

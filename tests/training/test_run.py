@@ -66,6 +66,25 @@ def test_offline_training_equals_online(tiny_target, tiny_target_dir, data, tmp_
     )
 
 
+def test_offline_rows_keep_to_the_window_and_the_number_asked_for(tiny_target, tiny_target_dir, data, tmp_path):
+    """The store holds longer rows than the run wants: the same rows and losses as online, by the same options."""
+    rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048).rows
+    dump(TargetBackEnd(tiny_target), rows, tmp_path / "store", dtype="float32")
+    store = f"data.offline_data_path={tmp_path / 'store'}"
+    window = sorted(len(row.input_ids) for row in rows)[6]
+    for policy, kept, share in (("truncate", 10, "40.0% truncated"), ("drop", 6, "4 dropped")):
+        options = ["data.max_rows=10", f"data.max_length={window}", f"data.overlong={policy}", *SHORT]
+        options += ["training.batch_size=16", "training.max_steps=1"]
+        online = train(small_recipe(tiny_target_dir, data, tmp_path / f"online-{policy}", *options))
+        offline = train(small_recipe(tiny_target_dir, data, tmp_path / f"offline-{policy}", store, *options))
+        assert offline.header[0] == online.header[0] and share in online.header[0]
+        state = json.loads((offline.last_checkpoint / "trainer_state.json").read_text())
+        assert state["provenance"]["rows"] == kept
+        assert offline.history[-1]["loss"] == pytest.approx(online.history[-1]["loss"], rel=1e-4)
+    with pytest.raises(DataError, match="no supervised token"):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "none", store, "data.max_length=16"))
+
+
 def test_store_of_another_target_is_refused(tiny_target, data, tmp_path):
     rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048).rows
     dump(TargetBackEnd(tiny_target), rows, tmp_path / "store", dtype="float32")
