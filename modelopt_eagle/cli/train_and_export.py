@@ -33,11 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     if finished_state(recipe) is None:
         check_export_path(recipe)
     result = train(recipe)
-    if not result.finished and not recipe.training.dry_run:
+    untrained = recipe.training.dry_run and not result.finished  # a finished run is reported as it is
+    if not result.finished and not untrained:
         return INTERRUPTED
     if int(os.environ.get("RANK", 0)) != 0:
         return 0
-    measured = None if recipe.training.dry_run else validate(recipe, result)
+    measured = None if untrained else validate(recipe, result)
     export(recipe, result, measured)
     print("\n" + summary(recipe, result, measured))
     bound = recipe.validation.ar_lower_bound
@@ -97,7 +98,7 @@ def validate(recipe: Recipe, result) -> dict:
         return json.loads(file.read_text(encoding="utf-8"))
     source = section.dataset or ("quickstart" if section.prompts == "shipped" else section.prompts)
     prompts = load_prompts(source, section.num_samples)
-    target = load_target(**recipe.model.load_arguments())
+    target = load_target(**recipe.model.decoding_arguments())
     identity = target.identity()
     module = load_draft(
         result.best_checkpoint,

@@ -121,7 +121,7 @@ class Trainer:
         """Train to the end, or to the first Ctrl-C; everything is saved when this returns."""
         self.begin()
         if self.settings.dry_run:
-            self.view.say(f"dry run: the untrained head is in {self.checkpoints.path(self.state.step)}")
+            self.view.say(f"dry run: nothing was trained; the head is in {self.checkpoints.path(self.state.step)}")
             return self.result()
         self._since, self._before = time.monotonic(), self.state.elapsed
         self.log = MetricLog(

@@ -1,5 +1,6 @@
 """The whole command on the tiny target: train, interrupted and resumed, then validate, export and the table."""
 
+import importlib
 import json
 import os
 import signal
@@ -62,8 +63,39 @@ def test_train_interrupt_resume_validate_export(tiny_target_dir, tiny_target, da
     monkeypatch.setattr(Trainer, "fit", never)
     monkeypatch.setattr("modelopt_eagle.validation.measure_acceptance", never)
     monkeypatch.setattr("modelopt_eagle.export.export_checkpoint", never)
-    assert train_and_export.main(command) == 0
-    assert f"{measured['acceptance_length']:.3f}" in capfd.readouterr().out
+    for again in (command, [*command, "--dry_run"]):
+        assert train_and_export.main(again) == 0
+        assert f"{measured['acceptance_length']:.3f}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "modelopt_eagle.features.compute.compute_features",
+        "modelopt_eagle.validation.speed.measure_speed",
+        "modelopt_eagle.export.writer.compare",
+    ],
+)
+def test_interrupt_in_any_stage_is_resumed_by_the_same_command(stage, tiny_target_dir, data, tmp_path, monkeypatch):
+    """Ctrl-C while features are made, while the speed-up is timed, and while the export is compared."""
+    output = tmp_path / "run"
+    command = arguments(tiny_target_dir, data, output, "training.max_steps=2")
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(stage)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        module, name = stage.rsplit(".", 1)
+        for place in {"modelopt_eagle.validation.measure", module}:
+            if hasattr(importlib.import_module(place), name):
+                patch.setattr(f"{place}.{name}", interrupted)
+        assert run_command("train_and_export", command) == 130
+    assert calls and not (output / "export").exists()
+    assert not list(output.parent.rglob("*.part*"))
+    assert run_command("train_and_export", command) == 0
+    assert load_draft(output / "export").vocab.size == 64 and (output / "report" / "acceptance.json").is_file()
 
 
 def test_dry_run_exports_an_untrained_head_then_the_real_run_replaces_it(tiny_target_dir, data, tmp_path, capfd):

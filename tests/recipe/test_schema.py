@@ -1,11 +1,16 @@
 """Checks across fields, and the values that follow from others."""
 
+import ast
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+import modelopt_eagle
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_recipe
 from modelopt_eagle.recipe.bounds import default_tree_nodes, tree_node_bounds
+from modelopt_eagle.training.heads import STRUCTURE
 
 
 @pytest.mark.parametrize(
@@ -109,3 +114,37 @@ def test_target_arguments_are_those_of_load_target():
     from modelopt_eagle.target import load_target
 
     inspect.signature(load_target).bind(**ModelSection().load_arguments())
+
+
+def test_every_key_is_read_outside_the_schema():
+    """No option that nothing reads: each key stands behind a name of its section somewhere in the package."""
+    holders = {
+        "model": {"model"},
+        "data": {"data"},
+        "training": {"training", "settings"},
+        "eagle": {"eagle"},
+        "validation": {"validation", "section"},
+        "export": {"export", "section"},
+        "recipe": {"recipe"},
+    }
+    package = Path(modelopt_eagle.__file__).parent
+    read = {("eagle", key) for key in STRUCTURE}
+    for file in package.rglob("*.py"):
+        if file.parent == package / "recipe":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                holder = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
+                read |= {(section, node.attr) for section, names in holders.items() if holder in names}
+    read |= {("validation", "depth")} if ("validation", "tree_depth") in read else set()
+    read |= {("export", "path")} if ("recipe", "export_path") in read else set()
+    if ("model", "load_arguments") in read:
+        plain = ModelSection(device="cpu").load_arguments()
+        others = {
+            "base_model": "other", "revision": "v2", "dtype": "bfloat16", "device": "cuda",
+            "attn_implementation": "eager", "trust_remote_code": True, "chat_template": "t",
+        }  # fmt: skip
+        for key, value in others.items():
+            if ModelSection(**{"device": "cpu", key: value}).load_arguments() != plain:
+                read.add(("model", key))
+    assert set(Recipe.keys()) - read == set()
