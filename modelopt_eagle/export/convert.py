@@ -19,7 +19,7 @@ from .loader import load_draft, read_head
 from .names import file_tensors
 from .readers import ReadOptions
 from .universal import FLAGS, RECORD, dtype_name, parse_dtype, universal_config
-from .writer import ExportReport, compare, export_checkpoint, rebuilt, with_target, write_folder
+from .writer import ExportReport, compare, export_checkpoint, rebuilt, target_identity, with_target, write_folder
 
 FORMATS = ("universal", "speculators", "eagle")
 SPECULATORS_VERSION = "0.9.0"
@@ -159,7 +159,8 @@ def convert_checkpoint(
         path: the folder to make.
         to: one of :data:`FORMATS`.
         options: answers to what the source leaves open.
-        target: a ``Target``, its tables or their ``identity()``: completes and checks the config.
+        target: a ``Target``, its tables or their ``identity()``: completes and checks the config, and says how many
+            layers there are.
         dtype: of the result; also accepts a source that mixes dtypes.
         strict: as in :func:`~modelopt_eagle.export.loader.read_head`.
 
@@ -170,6 +171,8 @@ def convert_checkpoint(
     if to not in FORMATS:
         raise ExportError(f"format {to!r} is unknown; known are {', '.join(FORMATS)}")
     options = options or ReadOptions()
+    if options.target_layers is None:
+        options = dataclasses.replace(options, target_layers=target_identity(target).get("num_layers"))
     head = read_head(source, dtype=dtype, strict=strict, options=options)
     dtype = parse_dtype(dtype) or head.module.fc.weight.dtype
     if to == "universal":

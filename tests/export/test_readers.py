@@ -111,6 +111,12 @@ def test_converts_every_layout_into_every_other(tmp_path, head, tool, to):
         assert torch.equal(again.module.state_dict()[name], tensor), name
 
 
+def test_the_target_says_how_many_layers_it_has(tmp_path, head):
+    folder = foreign("eagle", head, tmp_path / "in")
+    convert_checkpoint(folder, tmp_path / "out", "eagle", target={"num_layers": 8, "vocab_size": head.config.vocab_size})
+    assert read_head(tmp_path / "out", options=EIGHT_LAYERS).config.aux_layer_ids == (1, 3, 4)
+
+
 def test_a_sharded_bf16_head_keeps_its_dtype_and_size(tmp_path, head):
     folder = foreign("specforge", head.bfloat16(), tmp_path / "in", "sharded")
     config = json.loads((folder / "config.json").read_text())
