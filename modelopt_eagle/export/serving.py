@@ -16,6 +16,7 @@ import torch
 
 from modelopt_eagle.errors import ExportError
 
+from .engines import PROFILES
 from .loader import load_draft
 
 RUNNERS = {"vllm": Path(__file__).with_name("vllm_runner.py")}
@@ -92,6 +93,9 @@ class ServingReport:
             f"{self.prompts} prompts, {self.new_tokens} new tokens: {self.seconds_plain:.1f} s without the head, "
             f"{self.seconds_drafted:.1f} s with it ({self.speedup:.2f} times as fast)"
         )
+        read = PROFILES[self.engine].version
+        if self.engine_version != read:
+            lines.append(f"note: this toolkit's rules for {self.engine} are those of {read}, not of {self.engine_version}")
         for place in self.divergences:
             kind = "tie" if place.is_tie else "DIFFERENCE"
             lines.append(

@@ -272,7 +272,8 @@ def test_bad_options_and_nothing_to_learn_stop_the_run(options, message):
 def test_everything_supervised_warns():
     template = "{% for m in messages if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}{% endfor %}"
     with pytest.warns(UserWarning, match="every token of the data is supervised"):
-        tokenize_conversations(tokenizer_with(template), [talk("question", "answer")])
+        found = tokenize_conversations(tokenizer_with(template), [talk("question", "answer")])
+    assert "warning: every token is supervised" in found.header()  # said for stored features, too
 
 
 def test_workers_change_nothing(tmp_path):

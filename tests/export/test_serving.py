@@ -84,6 +84,7 @@ def test_an_engine_that_agrees_passes(served):
     report = run(root, answers)
     assert report.passed and report.divergences == [] and report.per_position == report.our_per_position
     assert report.prompts == 3 and report.drafts == report.our_drafts and "as it was trained" in report.table()
+    assert "those of 0.32.0, not of 0" in report.table()  # B65: the engine is not the one whose rules are known
     assert json.loads(json.dumps(report.to_dict()))["passed"] is True
 
 
