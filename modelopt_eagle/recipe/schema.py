@@ -65,6 +65,13 @@ class ModelSection(Section):
             "chat_template": self.chat_template,
         }
 
+    def decoding_arguments(self) -> dict[str, Any]:
+        """The same for decoding, where drafts need an attention that takes a mask: sdpa in place of flash attention."""
+        arguments = self.load_arguments()
+        if arguments["attn_implementation"] not in ("sdpa", "eager"):
+            arguments["attn_implementation"] = "sdpa"
+        return arguments
+
 
 class DataSection(Section):
     """The conversations, and where the target's features of them come from."""
