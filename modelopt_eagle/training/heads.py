@@ -39,22 +39,11 @@ def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> tu
         RecipeError: ``eagle.init: target`` without a loaded target, or for a target of another build.
         CheckpointError: sizes that contradict each other, a draft vocabulary larger than the target's.
     """
-    eagle, identity = recipe.eagle, tables.identity()
     vocab, line = choose_vocabulary(recipe, tables, data)
-    overrides = {name: getattr(eagle, key) for key, name in STRUCTURE.items()}
-    config = DraftConfig.from_target(
-        tables.config,
-        vocab.size,
-        aux_layer_ids,
-        vocab_size=identity["vocab_size"],
-        target_name=identity["model"],
-        tokenizer_hash=identity["tokenizer_hash"],
-        training_length=max(data.train.lengths),
-        extra={"template_hash": identity["template_hash"]},
-        **overrides,
-    )
+    config = head_config(recipe, tables, vocab.size, aux_layer_ids)
+    config.training_length = max(data.train.lengths)
     module = random_module(config, vocab, recipe.training.seed)
-    if eagle.init == "target":
+    if recipe.eagle.init == "target":
         if target is None:
             raise RecipeError(
                 "eagle.init: target copies the target's last layer, and offline training reads only its tables: set "
@@ -62,6 +51,27 @@ def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> tu
             )
         start_from_target(module, target)
     return module, line
+
+
+def head_config(recipe: Recipe, tables, size: int | None, aux_layer_ids) -> DraftConfig:
+    """The config of a new head with a vocabulary of ``size`` tokens (``None``: the target's)."""
+    identity = tables.identity()
+    return DraftConfig.from_target(
+        tables.config,
+        size,
+        aux_layer_ids,
+        vocab_size=identity["vocab_size"],
+        target_name=identity["model"],
+        tokenizer_hash=identity["tokenizer_hash"],
+        extra={"template_hash": identity["template_hash"]},
+        **{name: getattr(recipe.eagle, key) for key, name in STRUCTURE.items()},
+    )
+
+
+def check_head(recipe: Recipe, tables, aux_layer_ids) -> None:
+    """Refuse before features are made what :func:`new_head` would refuse after it: sizes, and a map on the disk."""
+    vocab = given_vocabulary(recipe, tables.identity())
+    head_config(recipe, tables, recipe.eagle.draft_vocab_size if vocab is None else vocab.size, aux_layer_ids)
 
 
 def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
@@ -114,21 +124,12 @@ def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> tuple[DraftVocab
     """The draft vocabulary of a new head and a line about it: a map on disk, counted from the data, or everything.
 
     Raises:
-        RecipeError: a map of another size than ``eagle.draft_vocab_size``.
-        CheckpointError: a map of another tokenizer; a size larger than the target's vocabulary.
+        EagleError: see :func:`given_vocabulary`; or a size that cannot hold the special tokens.
     """
     eagle, identity = recipe.eagle, tables.identity()
     total = identity["vocab_size"]
-    if eagle.draft_vocab_path is not None:
-        vocab = load_draft_vocab(eagle.draft_vocab_path, identity["tokenizer_hash"], total)
-        if eagle.draft_vocab_size not in (None, vocab.size):
-            raise RecipeError(
-                f"eagle.draft_vocab_size is {eagle.draft_vocab_size}, the map at {eagle.draft_vocab_path} has "
-                f"{vocab.size} tokens: set the size to that, or to null"
-            )
-    elif eagle.draft_vocab_size is None:
-        vocab = DraftVocab.identity(total)
-    else:
+    vocab = given_vocabulary(recipe, identity)
+    if vocab is None:
         counts = data.counts
         if eagle.draft_vocab_counts == "teacher" and hasattr(data.train, "load"):  # a streamed source has no rows yet
             counts = counts + teacher_mass(data.train, tables.head, total)
@@ -136,3 +137,22 @@ def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> tuple[DraftVocab
         vocab = DraftVocab.from_counts(counts, eagle.draft_vocab_size, required_ids(tables.tokenizer, total, ends))
     inside = coverage_of(data.counts, vocab)
     return vocab, f"draft vocabulary: {vocab.size} of {total} tokens, {inside:.2%} of the supervised tokens are inside"
+
+
+def given_vocabulary(recipe: Recipe, identity: dict) -> DraftVocab | None:
+    """The vocabulary that needs no data: a map on the disk, or everything; ``None`` if it is to be counted.
+
+    Raises:
+        RecipeError: a map of another size than ``eagle.draft_vocab_size``.
+        CheckpointError: a map of another tokenizer.
+    """
+    eagle, total = recipe.eagle, identity["vocab_size"]
+    if eagle.draft_vocab_path is None:
+        return DraftVocab.identity(total) if eagle.draft_vocab_size is None else None
+    vocab = load_draft_vocab(eagle.draft_vocab_path, identity["tokenizer_hash"], total)
+    if eagle.draft_vocab_size not in (None, vocab.size):
+        raise RecipeError(
+            f"eagle.draft_vocab_size is {eagle.draft_vocab_size}, the map at {eagle.draft_vocab_path} has "
+            f"{vocab.size} tokens: set the size to that, or to null"
+        )
+    return vocab

@@ -159,7 +159,7 @@ def distillation_loss(
         normalizers: ``[K]`` replaces the counted positions of this batch: the count over all micro-batches and ranks.
 
     Raises:
-        ValueError: unknown convention or loss, or no teacher given.
+        ValueError: unknown convention or loss, no teacher given, or shapes that do not belong together.
         CheckpointError: the head's vocabulary map is unset or broken.
     """
     rule = CONVENTIONS.get(convention)
@@ -167,6 +167,9 @@ def distillation_loss(
         raise ValueError(f"convention {convention!r} is unknown; known are {', '.join(CONVENTIONS)}")
     if loss not in ("kl", "lk"):
         raise ValueError(f"loss {loss!r} is unknown; known are kl, lk")
+    _check_shapes(
+        output, module.config.vocab_size, supervised, target_logits, target_hidden, target_lm_head, target_top1, labels
+    )
     vocab = module.vocab
     to_draft = vocab.to_draft(torch.arange(module.config.vocab_size, device=module.d2t.device))  # [V]
     teacher = _make_teacher(
@@ -189,6 +192,19 @@ def distillation_loss(
     work = _Work(output.rows, counted, weights, counts, to_draft, teacher, settings)
     total, sums, hits = _FusedHeads.apply(work, module.lm_head.weight, *output.states)
     return LossOutput(total, (sums / divisor).detach(), counts, hits, asked)
+
+
+def _check_shapes(output, vocab_size, supervised, logits, hidden, lm_head, top1, labels) -> None:
+    """What is given a token must have the rollout's [B, S]: flattened, another layout would train in silence."""
+    given = {"supervised": supervised, "target_logits": logits, "target_hidden": hidden, "target_top1": top1,
+             "labels": labels}  # fmt: skip
+    for name, tensor in given.items():
+        if tensor is not None and tuple(tensor.shape[:2]) != (output.batch, output.length):
+            raise ValueError(f"{name} must begin with {[output.batch, output.length]}, found {list(tensor.shape)}")
+    if logits is not None and logits.shape[-1] != vocab_size:
+        raise ValueError(f"target_logits must end with the target's {vocab_size} tokens, found {list(logits.shape)}")
+    if lm_head is not None and len(lm_head) != vocab_size:
+        raise ValueError(f"target_lm_head must have a row for each of {vocab_size} tokens, found {len(lm_head)}")
 
 
 def normaliser(rule: Convention, counts: Tensor, positions: int) -> Tensor:
@@ -305,12 +321,13 @@ class _FusedHeads(torch.autograd.Function):
                     continue
                 hidden, p = states[k][anchors], p_all if len(place) == len(p_all) else p_all[place]  # [m,H] [m,Vd]
                 logits = (hidden.to(weight.dtype) @ weight.T).float()  # [m,Vd]
-                hits[k] += (work.teacher.target_ids[logits.argmax(-1)] == top_all[place]).sum()
+                largest, best = logits.max(-1)  # [m] each
+                hits[k] += (work.teacher.target_ids[best] == top_all[place]).sum()
                 share = 1.0 if mix is None else float(mix[k])
-                value, grad = _position_loss(logits, p, work.settings, share, needs)
+                value, grad = _position_loss(logits, largest, p, work.settings, share, work.weights[k] if needs else None)
                 sums[k] += value
                 if needs:
-                    grad = (grad * work.weights[k]).to(weight.dtype)  # [m,Vd]
+                    grad = grad.to(weight.dtype)  # [m,Vd]
                     grads[k].index_copy_(0, anchors, (grad @ weight).to(hidden.dtype))
                     if grad_weight is not None:
                         grad_weight.addmm_(grad.T.float(), hidden.float())
@@ -327,26 +344,31 @@ class _FusedHeads(torch.autograd.Function):
         return (None, first, *(grad * grad_total.to(grad.dtype) for grad in grads))
 
 
-def _position_loss(logits: Tensor, p: Tensor, settings: _Settings, share: float, needs_grad: bool):
-    """Sum of the position terms of ``[m, Vd]`` logits and its gradient by the logits (``None`` if not wanted).
+def _position_loss(logits: Tensor, largest: Tensor, p: Tensor, settings: _Settings, share: float, weight: Tensor | None):
+    """Sum of the position terms and ``weight`` times its gradient by the logits (``None`` without a weight).
 
     KL part: ``lse − Σ p·logits``, gradient ``q − p``. Total variation ``½ Σ |p − q|`` has the gradient
     ``q·(s − Σ q·s)`` with ``s = ½ sign(q − p)``.
+
+    Args:
+        logits: ``[m, Vd]`` float32; overwritten, since a fresh ``[m, Vd]`` costs more than the arithmetic on it.
+        largest: ``[m]`` their maxima.
+        p: ``[m, Vd]`` teacher.
     """
-    lse = logits.logsumexp(-1)  # [m]
-    value = (lse - (p * logits).sum(-1)).sum()
+    expected = torch.linalg.vecdot(p, logits)  # [m]
+    q = logits.sub_(largest[:, None]).exp_()  # [m,Vd] not yet normalised
+    total = q.sum(-1)  # [m]
+    value = (largest + total.log() - expected).sum()
     if settings.subtract_entropy:
         value = value + torch.special.xlogy(p, p).sum()
     if not settings.lk:
-        grad = (logits - lse[:, None]).exp_().sub_(p) if needs_grad else None
-        return value, grad
-    q = (logits - lse[:, None]).exp()  # [m,Vd]
-    variation = 0.5 * (p - q).abs().sum()
-    value = share * value + (1 - share) * variation
-    if not needs_grad:
+        return value, None if weight is None else q.mul_((weight / total)[:, None]).sub_(p * weight)
+    q = q.div_(total[:, None])
+    value = share * value + (1 - share) * 0.5 * (p - q).abs().sum()
+    if weight is None:
         return value, None
     sign = 0.5 * (q - p).sign()
-    return value, share * (q - p) + (1 - share) * q * (sign - (q * sign).sum(-1, keepdim=True))
+    return value, weight * (share * (q - p) + (1 - share) * q * (sign - (q * sign).sum(-1, keepdim=True)))
 
 
 def _lk_weights(work: _Work, weight: Tensor, states) -> list[float]:

@@ -146,7 +146,7 @@ def rollout(
     Raises:
         ValueError: shapes that do not belong together, or fewer than one step.
     """
-    batch, length = _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids)
+    batch, length = _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids, supervised)
     embeddings = token_embeddings.flatten(0, 1)  # [N,H]
     documents = Documents.make(batch, length, document_ids, embeddings.device)
     rows = _active_anchors(documents, supervised, steps, convention)  # [n]
@@ -214,7 +214,7 @@ def _active_anchors(documents: Documents, supervised: Tensor | None, steps: int,
     return everyone[active]
 
 
-def _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids) -> tuple[int, int]:
+def _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids, supervised) -> tuple[int, int]:
     """B and S, or an error that says which shape is off."""
     if steps < 1:
         raise ValueError(f"a rollout has at least one step, found steps={steps}")
@@ -229,6 +229,7 @@ def _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids) -> 
             f"aux_hidden must be {list(wanted)} ({module.config.num_aux} layers of {module.config.target_hidden_size}), "
             f"found {list(aux_hidden.shape)}"
         )
-    if document_ids is not None and tuple(document_ids.shape) != (batch, length):
-        raise ValueError(f"document_ids must be {[batch, length]}, found {list(document_ids.shape)}")
+    for name, tensor in (("document_ids", document_ids), ("supervised", supervised)):
+        if tensor is not None and tuple(tensor.shape) != (batch, length):
+            raise ValueError(f"{name} must be {[batch, length]}, found {list(tensor.shape)}")
     return batch, length

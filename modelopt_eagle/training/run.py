@@ -17,7 +17,8 @@ from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import load_target, load_target_tables
 
 from .checkpoint import RECIPE, STATE, CheckpointFolder
-from .heads import continued_head, new_head
+from .heads import check_head, continued_head, new_head
+from .own_share import own_share, own_share_line
 from .sources import from_store, from_target
 from .step import TeacherTables, TrainingStep
 from .streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
@@ -130,6 +131,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     identity = target.identity()
     say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "
         f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
+    if head is None:
+        check_head(recipe, target, ids)
     if not offline:
         target.check_parity(parity_sample(target))
     if asks_servers(recipe) or fills_store(recipe):
@@ -149,7 +152,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
     step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
     frozen = 0 if offline else sum(p.numel() for p in target.model.parameters())
-    header = [*data.header, vocabulary, *head_lines(head, frozen)]
+    header = [*data.header, own_share_line(own_share(data.train)), vocabulary, *head_lines(head, frozen)]
     for line in header[len(data.header) :]:
         say(line)
     provenance = {

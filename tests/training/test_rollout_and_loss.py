@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.training import distillation_loss, rollout
-from modelopt_eagle.training.attention import QueryPlan, column_attention, dense_column_attention
+from modelopt_eagle.training.attention import MAX_QUERIES, QueryPlan, column_attention, dense_column_attention
 from modelopt_eagle.training.loss import CONVENTIONS
 from modelopt_eagle.training.meter import Meter
 from modelopt_eagle.training.reference import reference_loss, reference_rollout
@@ -67,7 +67,7 @@ def test_rollout_equals_the_plain_one_in_value_and_gradient(flags, packed):
 
 @pytest.mark.parametrize("column", [0, 3])
 def test_column_attention_equals_the_dense_one_and_passes_gradcheck(column, monkeypatch):
-    monkeypatch.setattr("modelopt_eagle.training.attention.MAX_QUERIES", 3)
+    monkeypatch.setitem(MAX_QUERIES, "cpu", 3)
     generator = torch.Generator().manual_seed(0)
     rows = torch.tensor([0, 2, 3, 4, 6, 7, 8])
     plan = QueryPlan.make(rows, torch.tensor([0, 0, 3, 3, 3, 3, 3]))
@@ -307,3 +307,15 @@ def test_an_unset_map_and_bad_shapes_are_refused():
         rollout(module, embeddings, aux, 0)
     with pytest.raises(ValueError, match="known are served"):
         distillation_loss(rollout(make_module(), embeddings, aux, 1), make_module(), supervised, logits, convention="x")
+    module = make_module()
+    output = rollout(module, embeddings, aux, 1)
+    with pytest.raises(ValueError, match=r"supervised must be \[2, 14\], found \[2, 5\]"):
+        rollout(module, embeddings, aux, 1, supervised=supervised[:, :5])
+    with pytest.raises(ValueError, match=r"supervised must begin with \[2, 14\]"):
+        distillation_loss(output, module, supervised.T, logits)
+    with pytest.raises(ValueError, match="target_logits must begin with"):
+        distillation_loss(output, module, supervised, logits[:, 1:])
+    with pytest.raises(ValueError, match="target_logits must end with"):
+        distillation_loss(output, module, supervised, logits[..., 1:])
+    with pytest.raises(ValueError, match="target_lm_head must have a row"):
+        distillation_loss(output, module, supervised, target_hidden=aux[..., :32], target_lm_head=torch.ones(7, 32))

@@ -195,6 +195,17 @@ def test_bad_input_is_said_before_training(tiny_target_dir, data, tmp_path, over
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+def test_a_head_that_cannot_be_built_is_refused_before_features_are_made(tiny_target_dir, data, tmp_path):
+    for overrides in (
+        ["eagle.draft_vocab_size=300"],
+        [f"eagle.draft_vocab_path={tmp_path}"],
+        ["eagle.decoder_type=kimik2"],
+    ):
+        with pytest.raises(CheckpointError):
+            train(small_recipe(tiny_target_dir, data, tmp_path / "run", "data.cache_features=disk", *overrides))
+    assert not (tmp_path / "run" / "features").exists()
+
+
 def test_target_of_few_layers_needs_ids(data, tmp_path):
     make_tiny_target(tmp_path / "five", layers=5)
     with pytest.raises(ValueError, match="aux_layer_ids"):
