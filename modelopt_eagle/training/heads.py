@@ -117,6 +117,10 @@ def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
             f"{where} is another head than the recipe describes: {'; '.join(differing)}. Leave these keys at null or "
             "give the head's values"
         )
+    config = module.config  # what other tools' heads do not record, and this run's template
+    config.target_name = config.target_name or identity["model"]
+    config.tokenizer_hash = config.tokenizer_hash or identity["tokenizer_hash"]
+    config.extra = {**config.extra, "template_hash": identity["template_hash"]}
     return module
 
 

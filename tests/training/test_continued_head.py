@@ -1,5 +1,7 @@
 """A head that is continued: every option of the recipe is kept to or refused; and what is said of a head."""
 
+import json
+
 import pytest
 from safetensors.torch import load_file
 
@@ -36,6 +38,19 @@ def test_another_vocabulary_for_a_continued_head_is_refused(tiny_target, folder,
     assert continued_head(recipe, tiny_target.identity()).config.draft_vocab_size == 64
     with pytest.raises(RecipeError, match=says):
         continued_head(load_recipe(None, [f"model.draft_init={folder}", override]), tiny_target.identity())
+
+
+def test_a_continued_head_records_this_runs_target(tiny_target, folder):
+    """B35, B142: also one that comes from a tool that records nothing."""
+    path, identity = folder / "config.json", tiny_target.identity()
+    data = json.loads(path.read_text())
+    data["modelopt_eagle"] = {"format": 1, "decoder_type": "llama"}
+    path.write_text(json.dumps(data))
+    assert load_draft(folder).config.tokenizer_hash is None
+    recipe = load_recipe(None, [f"model.draft_init={folder}", "eagle.draft_vocab_size=null"])
+    config = continued_head(recipe, identity).config
+    assert config.tokenizer_hash == identity["tokenizer_hash"] and config.target_name == identity["model"]
+    assert config.extra == {"template_hash": identity["template_hash"]}
 
 
 def test_the_architecture_is_said_with_every_flag():
