@@ -13,7 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_QUERIES = 256
+MAX_QUERIES = {"cpu": 64}
+"""Queries of a chunk by device: on a CPU its scores should stay in the cache."""
+
+MAX_QUERIES_ELSEWHERE = 512
+
 MAX_SCORES = 1 << 18
 """Most query-key pairs of one chunk and head: bounds the scratch memory whatever the length."""
 
@@ -35,6 +39,7 @@ class QueryPlan:
     @classmethod
     def make(cls, rows: Tensor, starts: Tensor) -> QueryPlan:
         """Cut the queries into chunks of at most ``MAX_QUERIES`` rows and ``MAX_SCORES`` pairs."""
+        most = MAX_QUERIES.get(rows.device.type, MAX_QUERIES_ELSEWHERE)
         ends, begins = rows.tolist(), starts.tolist()
         chunks: list[tuple[int, int, int, int]] = []
         first = 0
@@ -42,7 +47,7 @@ class QueryPlan:
             last = first + 1
             while (
                 last < len(ends)
-                and last - first < MAX_QUERIES
+                and last - first < most
                 and (last + 1 - first) * (ends[last] + 1 - begins[first]) <= MAX_SCORES
             ):
                 last += 1
@@ -57,59 +62,66 @@ class QueryPlan:
 
 
 class _ColumnAttention(torch.autograd.Function):
+    """In-place arithmetic on one chunk of scores at a time; a pass over them costs as much as a product."""
+
     @staticmethod
     def forward(ctx, q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float):
         n, heads, _ = q.shape
         groups = keys.shape[1]
+        q = q * scale
         out = q.new_empty(n, heads, values.shape[-1])  # [n,h,dv]
         lse = q.new_empty(n, heads, dtype=torch.float32)  # [n,h]
-        for first, last, low, high in plan.chunks:
-            logits, column = _chunk_logits(q, keys, column_keys, plan, scale, (first, last, low, high))
-            both = torch.cat((logits, column), dim=-1)  # [g,r,c,m+k]
-            total = both.logsumexp(dim=-1, keepdim=True)  # [g,r,c,1]
-            weights = (both - total).exp().to(q.dtype)
-            result = weights[..., : high - low].flatten(1, 2) @ values[low:high].transpose(0, 1)  # [g,r*c,dv]
-            result = result.unflatten(1, (heads // groups, last - first))  # [g,r,c,dv]
+        for chunk in plan.chunks:
+            first, last, low, high = chunk
+            logits, column = _chunk_logits(q, keys, column_keys, plan, chunk)  # [g,r,c,m] [g,r,c,k]
+            peak = logits.amax(-1, keepdim=True)  # [g,r,c,1]; the own step-0 row is always seen
             if column.shape[-1]:
-                result = result + torch.einsum("grck,ckgd->grcd", weights[..., high - low :], column_values[first:last])
+                peak = torch.maximum(peak, column.amax(-1, keepdim=True))
+            weights, own = logits.sub_(peak).exp_(), column.sub_(peak).exp_()
+            total = weights.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)  # [g,r,c,1]
+            result = weights.flatten(1, 2).to(q.dtype) @ values[low:high].transpose(0, 1)  # [g,r*c,dv]
+            result = result.unflatten(1, (heads // groups, last - first))  # [g,r,c,dv]
+            if own.shape[-1]:
+                result = result + torch.einsum("grck,ckgd->grcd", own.to(q.dtype), column_values[first:last])
+            result = result / total.to(q.dtype)
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
-            lse[first:last] = total[..., 0].permute(2, 0, 1).flatten(1, 2)
+            lse[first:last] = (peak + total.log())[..., 0].permute(2, 0, 1).flatten(1, 2)
         ctx.save_for_backward(q, keys, values, column_keys, column_values, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, keys, values, column_keys, column_values, out, lse = ctx.saved_tensors
-        heads, groups, scale = q.shape[1], keys.shape[1], ctx.scale
+        q, keys, values, column_keys, column_values, out, lse = ctx.saved_tensors  # q is scaled
+        groups = keys.shape[1]
         grad_q = torch.empty_like(q)
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
         grad_ck, grad_cv = torch.empty_like(column_keys), torch.empty_like(column_values)
         # D of the softmax's backward pass, one number a query and head, over both groups of keys at once
         delta = (grad.float() * out.float()).sum(-1)  # [n,h]
-        for first, last, low, high in ctx.plan.chunks:
-            logits, column = _chunk_logits(q, keys, column_keys, ctx.plan, scale, (first, last, low, high))
+        for chunk in ctx.plan.chunks:
+            first, last, low, high = chunk
+            logits, column = _chunk_logits(q, keys, column_keys, ctx.plan, chunk)  # [g,r,c,m] [g,r,c,k]
             total = _by_group(lse[first:last, :, None], groups)  # [g,r,c,1]
             offset = _by_group(delta[first:last, :, None], groups)  # [g,r,c,1]
             upstream = _by_group(grad[first:last], groups)  # [g,r,c,dv]
             queries = _by_group(q[first:last], groups)  # [g,r,c,dk]
-            weights = (logits - total).exp()  # [g,r,c,m]
-            slice_v = values[low:high].transpose(0, 1)  # [g,m,dv]
+            weights = logits.sub_(total).exp_()  # [g,r,c,m]
             flat_up, flat_q = upstream.flatten(1, 2), queries.flatten(1, 2)  # [g,r*c,d]
             grad_v[low:high] += (weights.flatten(1, 2).to(q.dtype).transpose(1, 2) @ flat_up).transpose(0, 1)
-            score = (flat_up @ slice_v.transpose(1, 2)).float().unflatten(1, weights.shape[1:3])  # [g,r,c,m]
-            score = (weights * (score - offset) * scale).to(q.dtype).flatten(1, 2)  # [g,r*c,m]
+            score = (flat_up @ values[low:high].permute(1, 2, 0)).float().unflatten(1, weights.shape[1:3])  # [g,r,c,m]
+            score = score.sub_(offset).mul_(weights).to(q.dtype).flatten(1, 2)  # [g,r*c,m]
             grad_k[low:high] += (score.transpose(1, 2) @ flat_q).transpose(0, 1)
             result = (score @ keys[low:high].transpose(0, 1)).unflatten(1, weights.shape[1:3])  # [g,r,c,dk]
             if column.shape[-1]:
-                weights = (column - total).exp()  # [g,r,c,k]
+                weights = column.sub_(total).exp_()  # [g,r,c,k]
                 score = torch.einsum("grcd,ckgd->grck", upstream, column_values[first:last]).float()
-                score = (weights * (score - offset) * scale).to(q.dtype)  # [g,r,c,k]
+                score = (weights * (score - offset)).to(q.dtype)  # [g,r,c,k]
                 result = result + torch.einsum("grck,ckgd->grcd", score, column_keys[first:last])
                 grad_ck[first:last] = torch.einsum("grck,grcd->ckgd", score, queries)
                 grad_cv[first:last] = torch.einsum("grck,grcd->ckgd", weights.to(q.dtype), upstream)
             grad_q[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
-        return grad_q, grad_k, grad_v, grad_ck, grad_cv, None, None
+        return grad_q.mul_(ctx.scale), grad_k, grad_v, grad_ck, grad_cv, None, None
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -117,16 +129,18 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
 
 
-def _chunk_logits(q, keys, column_keys, plan, scale, chunk) -> tuple[Tensor, Tensor]:
-    """Scaled scores of one chunk in float32: ``[g,r,c,m]`` for the step-0 keys (masked), ``[g,r,c,k]`` for the column."""
+def _chunk_logits(q, keys, column_keys, plan, chunk) -> tuple[Tensor, Tensor]:
+    """Scores of one chunk of scaled queries, float32 and free to overwrite.
+
+    Returns:
+        ``[g,r,c,m]`` for the step-0 keys (``-inf`` where unseen), ``[g,r,c,k]`` for the column.
+    """
     first, last, low, high = chunk
-    groups = keys.shape[1]
-    queries = _by_group(q[first:last], groups)  # [g,r,c,dk]
+    queries = _by_group(q[first:last], keys.shape[1])  # [g,r,c,dk]
     logits = queries.flatten(1, 2) @ keys[low:high].permute(1, 2, 0)  # [g,r*c,m]
-    logits = logits.unflatten(1, queries.shape[1:3]).float() * scale
-    logits = logits.masked_fill(~plan.mask(first, last, low, high), float("-inf"))
-    column = torch.einsum("grcd,ckgd->grck", queries, column_keys[first:last]).float() * scale
-    return logits, column
+    logits = logits.float().unflatten(1, queries.shape[1:3])
+    logits.masked_fill_(~plan.mask(first, last, low, high), float("-inf"))
+    return logits, torch.einsum("grcd,ckgd->grck", queries, column_keys[first:last]).float()
 
 
 def column_attention(

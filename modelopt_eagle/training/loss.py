@@ -313,6 +313,7 @@ class _FusedHeads(torch.autograd.Function):
         total = torch.zeros((), device=weight.device)
         hits = torch.zeros(len(states), dtype=torch.int64, device=weight.device)
         mix = _lk_weights(work, weight, states) if work.settings.lk else None
+        weights = work.weights.tolist()
         for positions, pieces in work.chunks():
             p_all = work.teacher.probabilities(positions, work.to_draft)  # [c,Vd]
             top_all = work.teacher.argmax(positions)  # [c]
@@ -324,7 +325,7 @@ class _FusedHeads(torch.autograd.Function):
                 largest, best = logits.max(-1)  # [m] each
                 hits[k] += (work.teacher.target_ids[best] == top_all[place]).sum()
                 share = 1.0 if mix is None else float(mix[k])
-                value, grad = _position_loss(logits, largest, p, work.settings, share, work.weights[k] if needs else None)
+                value, grad = _position_loss(logits, largest, p, work.settings, share, weights[k] if needs else None)
                 sums[k] += value
                 if needs:
                     grad = grad.to(weight.dtype)  # [m,Vd]
@@ -344,7 +345,7 @@ class _FusedHeads(torch.autograd.Function):
         return (None, first, *(grad * grad_total.to(grad.dtype) for grad in grads))
 
 
-def _position_loss(logits: Tensor, largest: Tensor, p: Tensor, settings: _Settings, share: float, weight: Tensor | None):
+def _position_loss(logits: Tensor, largest: Tensor, p: Tensor, settings: _Settings, share: float, weight: float | None):
     """Sum of the position terms and ``weight`` times its gradient by the logits (``None`` without a weight).
 
     KL part: ``lse − Σ p·logits``, gradient ``q − p``. Total variation ``½ Σ |p − q|`` has the gradient
@@ -362,7 +363,7 @@ def _position_loss(logits: Tensor, largest: Tensor, p: Tensor, settings: _Settin
     if settings.subtract_entropy:
         value = value + torch.special.xlogy(p, p).sum()
     if not settings.lk:
-        return value, None if weight is None else q.mul_((weight / total)[:, None]).sub_(p * weight)
+        return value, None if weight is None else q.mul_((weight / total)[:, None]).sub_(p, alpha=weight)
     q = q.div_(total[:, None])
     value = share * value + (1 - share) * 0.5 * (p - q).abs().sum()
     if weight is None:
