@@ -40,8 +40,8 @@ class EngineProfile:
         required_keys: keys without which it fails or serves something else, with what happens.
         flags: flag to where it is read (``top``, ``nested``, ``both``), decoder types that honour it.
         qkv_bias, mlp_bias: whether biases of the attention and of the feed-forward part are loaded.
-        skips_fc: heads whose fc it leaves out: of ``one_layer``, of ``equal_widths`` (features as wide as the head), or
-            none.
+        skips_fc: heads whose fc it leaves out: of ``one_layer``, of ``equal_widths`` (features as wide as the head).
+        norms_both: with ``norm_before_fc`` and ``fc_norm`` on, it applies both.
         shares_embedding: it replaces the head's own table by the target's when their widths are equal.
         rope_keys: the layouts it reads, in order.
         map_if_full: what a ``d2t`` does beside a full vocabulary: ``fails`` or ``read``.
@@ -64,7 +64,8 @@ class EngineProfile:
     flags: dict[str, tuple[str, tuple[str, ...]]]
     qkv_bias: bool
     mlp_bias: bool
-    skips_fc: str
+    skips_fc: tuple[str, ...]
+    norms_both: bool
     shares_embedding: bool
     rope_keys: tuple[str, ...]
     map_if_full: str
@@ -108,7 +109,8 @@ VLLM = EngineProfile(
     },
     qkv_bias=True,
     mlp_bias=True,
-    skips_fc="",
+    skips_fc=(),
+    norms_both=True,
     shares_embedding=False,
     rope_keys=("rope_parameters", "rope_theta"),
     map_if_full="fails",
@@ -141,7 +143,8 @@ SGLANG = EngineProfile(
     },
     qkv_bias=False,
     mlp_bias=False,
-    skips_fc="equal_widths",
+    skips_fc=("equal_widths",),
+    norms_both=False,
     shares_embedding=True,
     rope_keys=("rope_parameters", "rope_theta"),
     map_if_full="read",
@@ -174,7 +177,8 @@ TENSORRT_LLM = EngineProfile(
     },
     qkv_bias=True,
     mlp_bias=True,
-    skips_fc="one_layer",
+    skips_fc=("one_layer", "equal_widths"),
+    norms_both=False,
     shares_embedding=True,
     rope_keys=("rope_theta",),
     map_if_full="read",
@@ -277,8 +281,10 @@ def config_reasons(data: dict[str, Any], config: DraftConfig, profile: EnginePro
             reasons.append(f"{state} {flag}, which the head was trained with" if wanted else f"turns {flag} on")
     if profile.captures is not None and config.num_aux not in profile.captures and config.decoder_type == "llama":
         reasons.append(f"builds fc for {profile.captures[0]} captured layers, the head has {config.num_aux}")
-    one_layer, as_wide = config.num_aux == 1, config.fc_input_size == config.hidden_size
-    if (profile.skips_fc == "one_layer" and one_layer) or (profile.skips_fc == "equal_widths" and as_wide):
+    if config.norm_before_fc and config.fc_norm and not profile.norms_both:
+        reasons.append("applies one of norm_before_fc and fc_norm, the head was trained with both")
+    narrow = {"one_layer": config.num_aux == 1, "equal_widths": config.fc_input_size == config.hidden_size}
+    if any(narrow[kind] for kind in profile.skips_fc):
         reasons.append("leaves out fc, and takes the captured state as it is")
     if config.num_hidden_layers > 1 and profile.next_layers is None:
         reasons.append(f"serves heads of one layer, this one has {config.num_hidden_layers}")

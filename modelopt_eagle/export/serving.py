@@ -95,7 +95,9 @@ class ServingReport:
         )
         read = PROFILES[self.engine].version
         if self.engine_version != read:
-            lines.append(f"note: this toolkit's rules for {self.engine} are those of {read}, not of {self.engine_version}")
+            lines.append(
+                f"note: this toolkit's rules for {self.engine} are those of {read}, not of {self.engine_version}"
+            )
         for place in self.divergences:
             kind = "tie" if place.is_tie else "DIFFERENCE"
             lines.append(
