@@ -48,7 +48,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    missing = faults()
+    try:
+        missing = faults()
+    except KeyboardInterrupt:
+        sys.exit(130)
     if missing:
         print(f"error: {sys.executable} lacks what modelopt_eagle needs:", *missing, sep="\n  ", file=sys.stderr)
         print(

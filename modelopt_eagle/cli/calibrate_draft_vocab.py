@@ -96,11 +96,13 @@ def end_token_ids(place, config) -> tuple[int, ...]:
     """What the target stops at, by its generation config or else its config."""
     from transformers import GenerationConfig
 
+    from modelopt_eagle.features.dump import stop_ids
+
     try:
-        ends = GenerationConfig.from_pretrained(str(place)).eos_token_id
+        generation = GenerationConfig.from_pretrained(str(place))
     except OSError:  # models without the file stop at the end token of their config
-        ends = config.get_text_config().eos_token_id
-    return tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
+        generation = None
+    return stop_ids(generation, config.get_text_config())
 
 
 def _aliases(pairs: list[str]) -> dict[str, str]:

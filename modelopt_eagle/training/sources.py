@@ -13,7 +13,7 @@ from modelopt_eagle.data import DataReport, ProgressBar, TokenizedDataset, prepa
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, RecipeError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
-from modelopt_eagle.features.dump import TargetBackEnd, dump
+from modelopt_eagle.features.dump import TargetBackEnd, dump, stop_ids
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
@@ -112,10 +112,7 @@ def end_token_ids(tables) -> tuple[int, ...]:
     Args:
         tables: a ``Target`` or ``TargetTables``.
     """
-    generation = getattr(getattr(tables, "model", None), "generation_config", None)
-    end = getattr(generation, "eos_token_id", None)
-    end = getattr(tables.config, "eos_token_id", None) if end is None else end
-    return tuple(end) if isinstance(end, (list, tuple)) else () if end is None else (end,)
+    return stop_ids(getattr(getattr(tables, "model", None), "generation_config", None), tables.config)
 
 
 def read_data(recipe: Recipe, target, paths) -> TokenizedDataset:
