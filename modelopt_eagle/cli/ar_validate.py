@@ -172,7 +172,8 @@ def warn_of_another_template(module, target) -> None:
     trained, found = module.config.extra.get("template_hash"), template_hash(target.tokenizer)
     if trained and trained != found:
         print(
-            f"warning: the head was trained with another chat template (hash {trained}, this one's is {found or 'none'}): "
+            f"warning: the head was trained with another chat template (hash {trained}, this one's is "
+            f"{found or 'none'}): "
             "its acceptance is measured on prompts that it does not know; pass that one with --chat_template"
         )
 

@@ -125,7 +125,7 @@ def make_requests(
 
 
 def read_prompts(input_ids, attention_mask, vocab_size: int) -> list[list[int]]:
-    """Prompts as lists of ids, from a list of lists or 1-D tensors, from ``[B, S]`` ids with a padding mask, or from one
+    """Prompts as lists of ids: of a list of lists or 1-D tensors, of ``[B, S]`` ids with a padding mask, or of one
     prompt alone, ``[S]``.
 
     Raises:

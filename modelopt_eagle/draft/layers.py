@@ -1,4 +1,4 @@
-"""Decoder layers of a draft head, cut at the attention so that training, chain and tree drafting share every other line.
+"""Decoder layers of a draft head, cut at the attention: training, chain and tree drafting share every other line.
 
 A layer is two halves::
 
@@ -100,7 +100,7 @@ class LatentAttention(nn.Module):
 
 
 def latent_scale(rope_scaling: dict | None) -> float:
-    """Factor on the attention scale that YaRN asks of latent attention: ``(0.1 · mscale_all_dim · ln(factor) + 1)²``."""
+    """Factor on the scale that YaRN asks of latent attention: ``(0.1 · mscale_all_dim · ln(factor) + 1)²``."""
     if not rope_scaling or rope_scaling.get("rope_type") != "yarn" or not rope_scaling.get("mscale_all_dim"):
         return 1.0
     factor = float(rope_scaling["factor"])

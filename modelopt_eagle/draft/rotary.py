@@ -28,7 +28,8 @@ def inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     parameters = dict(config.rope_scaling)
     kind = parameters.pop("type", None) or parameters.get("rope_type")
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise CheckpointError(f"rope type {kind!r} is unknown; transformers knows {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+        known = ", ".join(sorted(ROPE_INIT_FUNCTIONS))
+        raise CheckpointError(f"rope type {kind!r} is unknown; transformers knows {known}")
     parameters["rope_type"] = kind
     stand_in = PretrainedConfig()  # the table functions read a configuration
     stand_in.hidden_size, stand_in.num_attention_heads = dim, 1

@@ -45,7 +45,9 @@ class DraftVocab:
         """
         ids = torch.as_tensor(ids, dtype=torch.int64).sort().values  # [Vd]
         if ids.numel() and (int(ids[0]) < 0 or int(ids[-1]) >= vocab_size):
-            raise CheckpointError(f"draft vocabulary ids must lie in [0, {vocab_size}), found {int(ids[0])}..{int(ids[-1])}")
+            raise CheckpointError(
+                f"draft vocabulary ids must lie in [0, {vocab_size}), found {int(ids[0])}..{int(ids[-1])}"
+            )
         if bool((ids.diff() == 0).any()):
             raise CheckpointError("the draft vocabulary names a token twice")
         t2d = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
@@ -76,7 +78,9 @@ class DraftVocab:
                 f"a draft vocabulary of {size} cannot hold the {len(required)} special and end tokens: ask for more"
             )
         if required and (required[0] < 0 or required[-1] >= vocab_size):
-            raise CheckpointError(f"required ids {required[0]}..{required[-1]} lie outside the vocabulary of {vocab_size}")
+            raise CheckpointError(
+                f"required ids {required[0]}..{required[-1]} lie outside the vocabulary of {vocab_size}"
+            )
         rank = counts.to(torch.float64).clone()
         rank[required] = float("inf")
         order = torch.argsort(rank, descending=True, stable=True)  # [V], ties by ascending id

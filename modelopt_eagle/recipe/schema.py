@@ -254,8 +254,8 @@ class EagleSection(Section):
     )
     draft_vocab_counts: Literal["teacher", "text"] = Field(
         "teacher",
-        description="What a reduced vocabulary is chosen by: the supervised tokens and the target's own probabilities at "
-        "a sample of their positions, or the supervised tokens alone.",
+        description="What a reduced vocabulary is chosen by: the supervised tokens and the target's own probabilities "
+        "at a sample of their positions, or the supervised tokens alone.",
     )
     draft_vocab_path: str | None = Field(
         None, description="Vocabulary map written by `scripts/calibrate_draft_vocab.py`; null: counted from the data."

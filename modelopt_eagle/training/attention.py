@@ -157,7 +157,7 @@ def column_attention(
     Args:
         q: ``[n, heads, dk]`` queries of the anchors.
         keys, values: ``[N, kv_heads, dk]``, ``[N, kv_heads, dv]`` of step 0, all tokens.
-        column_keys, column_values: ``[n, k, kv_heads, dk]``, ``[n, k, kv_heads, dv]`` of the anchor's steps 1..k; k may be 0.
+        column_keys, column_values: ``[n, k, kv_heads, dk]``, ``[n, k, kv_heads, dv]`` of the anchor's steps 1..k.
         plan: which keys each query sees.
         scale: factor on ``q·k``.
 

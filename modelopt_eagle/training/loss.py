@@ -173,8 +173,9 @@ def distillation_loss(
     vocab = module.vocab
     to_draft = vocab.to_draft(torch.arange(module.config.vocab_size, device=module.d2t.device))  # [V]
     teacher = _make_teacher(
-        vocab.target_ids, target_logits, target_hidden, target_lm_head, target_rows, logit_transform, target_top1, labels
-    )
+        vocab.target_ids, target_logits, target_hidden, target_lm_head, target_rows, logit_transform, target_top1,
+        labels,
+    )  # fmt: skip
     counted = counted_masks(
         output.documents, supervised.reshape(-1), output.steps, convention, output.rows,
         teacher=teacher, t2d=module.t2d, in_vocab_only=in_vocab_only or rule.in_vocab_only,

@@ -19,7 +19,7 @@ from modelopt_eagle.draft import EagleModule
 from .attention import QueryPlan, column_attention
 
 COUNTED_TOKEN = {"served": 2, "modelopt": 1, "speculators": 1, "eagle": 0}
-"""Position ``(i, k)`` counts where the mask is set at token ``i + k + this`` (and token ``i+1+k`` is in the document)."""
+"""Position ``(i, k)`` counts where the mask is set at token ``i + k + this``, with token ``i+1+k`` in the document."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RolloutOutput:
 
     @property
     def hidden(self) -> Tensor:
-        """``[K, B, S, H]`` after the final norm; row ``i`` of step ``k`` is anchor ``i``. Rows that do not exist are zero."""
+        """``[K, B, S, H]`` after the final norm; row ``i`` of step ``k`` is anchor ``i``; zero where no row exists."""
         dense = self.states[0].new_zeros(self.steps, self.batch * self.length, self.states[0].shape[-1])
         for step, state in enumerate(self.states):
             exists = self.documents.exists(self.rows, step + 1)  # [n]
@@ -107,7 +107,7 @@ class RolloutOutput:
         return dense.unflatten(1, (self.batch, self.length))
 
     def logits(self, step: int) -> Tensor:
-        """``[B, S, Vd]`` draft logits of a step, for inspection; the loss never builds them. Zero where no row exists."""
+        """``[B, S, Vd]`` draft logits of a step, for inspection: the loss never builds them. Zero without a row."""
         exists = self.documents.exists(self.rows, step + 1)
         logits = self.module.lm_head(self.states[step][exists])  # [m,Vd]
         dense = logits.new_zeros(self.batch * self.length, logits.shape[-1])
@@ -226,8 +226,8 @@ def _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids, sup
     wanted = (batch, length, module.config.fc_input_size)
     if tuple(aux_hidden.shape) != wanted:
         raise ValueError(
-            f"aux_hidden must be {list(wanted)} ({module.config.num_aux} layers of {module.config.target_hidden_size}), "
-            f"found {list(aux_hidden.shape)}"
+            f"aux_hidden must be {list(wanted)} ({module.config.num_aux} layers of "
+            f"{module.config.target_hidden_size}), found {list(aux_hidden.shape)}"
         )
     for name, tensor in (("document_ids", document_ids), ("supervised", supervised)):
         if tensor is not None and tuple(tensor.shape) != (batch, length):

@@ -99,7 +99,8 @@ class TrainingStep(nn.Module):
             steps: rollout steps to train, the first ones; default all K.
 
         Returns:
-            :class:`~modelopt_eagle.training.loss.LossOutput`, zero at steps left out; sums over micro-batches and processes are exact.
+            :class:`~modelopt_eagle.training.loss.LossOutput`, zero at steps left out; sums over micro-batches and
+            processes are exact.
         """
         if batch is None:
             zero = sum((p.sum() * 0.0 for p in self.module.parameters() if p.requires_grad), normalizers.new_zeros(()))

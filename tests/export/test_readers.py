@@ -113,7 +113,8 @@ def test_converts_every_layout_into_every_other(tmp_path, head, tool, to):
 
 def test_the_target_says_how_many_layers_it_has(tmp_path, head):
     folder = foreign("eagle", head, tmp_path / "in")
-    convert_checkpoint(folder, tmp_path / "out", "eagle", target={"num_layers": 8, "vocab_size": head.config.vocab_size})
+    target = {"num_layers": 8, "vocab_size": head.config.vocab_size}
+    convert_checkpoint(folder, tmp_path / "out", "eagle", target=target)
     assert read_head(tmp_path / "out", options=EIGHT_LAYERS).config.aux_layer_ids == (1, 3, 4)
 
 
