@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -296,3 +297,20 @@ def test_serve_command_for_vllm(tiny_target_dir, capsys):
     options = SimpleNamespace(aux_layers="1,x")
     with pytest.raises(StreamError, match="takes numbers"):
         serve_features._layers(options)
+
+
+def test_a_port_that_is_about_to_be_free_is_waited_for(tiny_target):
+    """The server before lets go of its port a little after it stopped; a port that stays taken is named."""
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    holder.listen()
+    address = f"127.0.0.1:{holder.getsockname()[1]}"
+    release = threading.Timer(0.3, holder.close)
+    release.start()
+    Mailbox({}, address).close()
+    release.join()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StreamError, match="choose another port"):
+            Mailbox({}, f"127.0.0.1:{taken.getsockname()[1]}")

@@ -53,6 +53,23 @@ def check_bind(address: str, token: str | None) -> None:
         )
 
 
+BIND_PATIENCE = 2.0
+"""Seconds to wait for a port that the server before has closed: ZeroMQ lets go of it a little after ``close``."""
+
+
+def _bind(zmq, socket, address: str) -> None:
+    """Listen on ``host:port``; a port still held after :data:`BIND_PATIENCE` closes the socket with a StreamError."""
+    until = time.monotonic() + BIND_PATIENCE
+    while True:
+        try:
+            return socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > until:
+                socket.close()
+                raise StreamError(f"cannot listen on {address} for features: {error}; choose another port") from error
+            time.sleep(0.05)
+
+
 class Mailbox:
     """Finished messages, held until they are fetched or pushed out by newer ones.
 
@@ -81,11 +98,7 @@ class Mailbox:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, ":" in address.rsplit(":", 1)[0])
-        try:
-            self._socket.bind(f"tcp://{address}")
-        except zmq.ZMQError as error:
-            self._socket.close()
-            raise StreamError(f"cannot listen on {address} for features: {error}; choose another port") from error
+        _bind(zmq, self._socket, address)
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rsplit(":", 1)[1])
         self._thread = threading.Thread(target=self._serve, name="feature-mailbox", daemon=True)
         self._thread.start()
