@@ -55,8 +55,9 @@ def teacher_predictions(head, final_hidden: torch.Tensor) -> tuple[torch.Tensor,
     return torch.cat(top1), torch.cat(normaliser)
 
 
-@torch.no_grad()
-def compute_features(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> list[FeatureRow]:
+def compute_features(
+    target, rows: Sequence, aux_layer_ids: Sequence[int], *, gradient: bool = False
+) -> list[FeatureRow]:
     """Features of some rows by one forward of the target, right-padded to the longest.
 
     Padding stands after every real token and is masked, so that a causal target gives each row the values it would
@@ -66,6 +67,7 @@ def compute_features(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> li
         target: a loaded :class:`~modelopt_eagle.target.Target`.
         rows: tokenised rows with ``id, category, input_ids, supervised``.
         aux_layer_ids: canonical layer ids.
+        gradient: keep the graph of the states, through which a gradient reaches the adapters of the target.
 
     Returns:
         one row each, in the given order, on the target's device and in its dtype.
@@ -80,7 +82,7 @@ def compute_features(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> li
         ids[b, : len(row.input_ids)] = torch.as_tensor(row.input_ids)
         mask[b, : len(row.input_ids)] = 1
     ids, mask = ids.to(target.device), mask.to(target.device)
-    output = target.features(ids, None if bool(mask.all()) else mask, aux_layer_ids)
+    output = target.features(ids, None if bool(mask.all()) else mask, aux_layer_ids, gradient=gradient)
     result = []
     for b, row in enumerate(rows):
         s = len(row.input_ids)

@@ -23,10 +23,18 @@ class LayerCapture:
         layers: its decoder layers.
         layer_ids: ascending ids of the layers, any of them including the last.
         width: Ht, which each output is checked against.
+        gradient: keep the values in the graph of the forward pass, for a target with adapters.
     """
 
-    def __init__(self, backbone: nn.Module, layers: nn.ModuleList, layer_ids: Sequence[int], width: int):
-        self.layer_ids = tuple(layer_ids)
+    def __init__(
+        self,
+        backbone: nn.Module,
+        layers: nn.ModuleList,
+        layer_ids: Sequence[int],
+        width: int,
+        gradient: bool = False,
+    ):
+        self.layer_ids, self._gradient = tuple(layer_ids), gradient
         self._backbone, self._layers, self._width = backbone, layers, width
         self._handles: list = []
         self._buffer: torch.Tensor | None = None
@@ -81,10 +89,9 @@ class LayerCapture:
                 f"layer {layer_id} ({type(self._layers[layer_id]).__name__}): expected an output of "
                 f"[batch, tokens, {self._width}], found {found}; EAGLE-3 needs layers with one residual stream"
             )
-        hidden = hidden.detach()
         if len(parts) > 1 and isinstance(parts[1], torch.Tensor) and parts[1].shape == hidden.shape:
-            hidden = hidden + parts[1].detach()
-        return hidden
+            hidden = hidden + parts[1]
+        return hidden if self._gradient else hidden.detach()
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:

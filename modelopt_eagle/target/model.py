@@ -88,21 +88,27 @@ class Target:
         """EAGLE-3's three layers of this target; see ``capture.default_layer_ids``. TargetError below 6 layers."""
         return default_layer_ids(self.num_layers)
 
-    def capture(self, aux_layer_ids: Sequence[int] | None = None) -> LayerCapture:
+    def capture(self, aux_layer_ids: Sequence[int] | None = None, *, gradient: bool = False) -> LayerCapture:
         """Hooks as a context manager: each forward of the model inside fills ``.aux_hidden`` [B, S, A·Ht].
+
+        Args:
+            aux_layer_ids: ids of the captured layers; None: the default three.
+            gradient: keep the values in the graph.
 
         Raises:
             TargetError: ids repeated or out of range; no ids and fewer than 6 layers.
         """
         ids = self.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
-        return LayerCapture(self.parts.backbone, self.layers, check_layer_ids(ids, self.num_layers), self.hidden_size)
+        ids = check_layer_ids(ids, self.num_layers)
+        return LayerCapture(self.parts.backbone, self.layers, ids, self.hidden_size, gradient)
 
-    @torch.no_grad()
     def features(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         aux_layer_ids: Sequence[int] | None = None,
+        *,
+        gradient: bool = False,
     ) -> TargetOutput:
         """Run the backbone, without its output head.
 
@@ -111,6 +117,7 @@ class Target:
             attention_mask: [B, S], 1 at real tokens; None: no padding. Rows padded on the left get positions that
                 count from their first real token, as in ``generate``.
             aux_layer_ids: ids of the captured layers, 0-based outputs; None: the default three.
+            gradient: keep the graph, through which a gradient reaches the adapters of the target.
 
         Raises:
             TargetError: bad layer ids, or a backbone whose output is not that of its final norm.
@@ -121,7 +128,7 @@ class Target:
             arguments["attention_mask"] = mask
             if not bool(mask[:, 0].all()):
                 arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)  # [B,S]
-        with self.capture(aux_layer_ids) as captured:
+        with torch.set_grad_enabled(gradient), self.capture(aux_layer_ids, gradient=gradient) as captured:
             final_hidden = self._run_backbone(arguments)  # [B,S,Ht]
         return TargetOutput(captured.aux_hidden.to(final_hidden.device), final_hidden)
 

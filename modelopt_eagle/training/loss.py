@@ -21,6 +21,7 @@ from torch import Tensor
 from modelopt_eagle.draft import EagleModule
 
 from .rollout import Documents, RolloutOutput, counted_anchors
+from .teacher import Teacher, gradient_by_teacher
 
 CHUNK = 512
 """Teacher positions a chunk."""
@@ -72,54 +73,6 @@ class LossOutput:
     asked_counts: Tensor
 
 
-@dataclass
-class Teacher:
-    """Where the target's rows come from, one chunk of flat token positions at a time.
-
-    Attributes:
-        logits: ``[N, V]``, or ``None``.
-        hidden: ``[N, Ht]`` final hidden states after the norm, read when ``logits`` is ``None``.
-        rows: ``[Vd, Ht]`` the target's lm_head at the draft vocabulary.
-        lm_head: ``[V, Ht]``, read only for a top-1 that nobody supplied.
-        transform: what the target does to its logits after the product (bias, scale, soft cap): a function of
-            ``(logits, target ids or None)``.
-        top1: ``[N]`` int64 full-vocabulary argmax, or ``None``.
-        labels: ``[N]`` int64 tokens, for hard labels: the teacher at j is then token ``j + 1``.
-    """
-
-    target_ids: Tensor
-    logits: Tensor | None = None
-    hidden: Tensor | None = None
-    rows: Tensor | None = None
-    lm_head: Tensor | None = None
-    transform: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    top1: Tensor | None = None
-    labels: Tensor | None = None
-
-    def probabilities(self, positions: Tensor, to_draft: Tensor) -> Tensor:
-        """``[c, Vd]`` float32 over the draft vocabulary; each row sums to one."""
-        if self.labels is not None:
-            ids = to_draft[self.labels[(positions + 1).clamp(max=len(self.labels) - 1)]]  # [c]
-            return torch.nn.functional.one_hot(ids.clamp(min=0), len(self.target_ids)).float()
-        if self.logits is not None:
-            return self.logits[positions][:, self.target_ids].float().softmax(-1)
-        logits = (self.hidden[positions] @ self.rows.T).float()  # [c,Vd]
-        if self.transform is not None:
-            logits = self.transform(logits, self.target_ids)
-        return logits.softmax(-1)
-
-    def argmax(self, positions: Tensor) -> Tensor:
-        """``[c]`` int64 argmax over the target's full vocabulary."""
-        if self.top1 is not None:
-            return self.top1[positions]
-        if self.logits is not None:
-            return self.logits[positions].argmax(-1)
-        logits = (self.hidden[positions] @ self.lm_head.T).float()  # [c,V]
-        if self.transform is not None:
-            logits = self.transform(logits, None)
-        return logits.argmax(-1)
-
-
 def distillation_loss(
     output: RolloutOutput,
     module: EagleModule,
@@ -145,7 +98,8 @@ def distillation_loss(
         output: from :func:`~modelopt_eagle.training.rollout.rollout`.
         supervised: ``[B, S]`` bool, tokens to be learned.
         target_logits: ``[B, S, V]``; or instead of them
-        target_hidden: ``[B, S, Ht]`` final hidden states after the final norm, with
+        target_hidden: ``[B, S, Ht]`` final hidden states after the final norm; a gradient flows back into them if they
+            require one (a target with adapters); with
         target_lm_head: ``[V, Ht]``.
         decay: weight base of the steps; default the convention's (0.9 for ``served``).
         convention: ``served``, ``modelopt``, ``eagle`` or ``speculators``.
@@ -191,7 +145,8 @@ def distillation_loss(
     weights = torch.tensor([base**k for k in range(output.steps)], device=divisor.device) / divisor  # [K]
     settings = _Settings(loss == "lk", lk_eta, rule.subtract_entropy)
     work = _Work(output.rows, counted, weights, counts, to_draft, teacher, settings)
-    total, sums, hits = _FusedHeads.apply(work, module.lm_head.weight, *output.states)
+    learner = teacher.hidden if teacher.learns else None  # [N,Ht]
+    total, sums, hits = _FusedHeads.apply(work, module.lm_head.weight, learner, *output.states)
     return LossOutput(total, (sums / divisor).detach(), counts, hits, asked)
 
 
@@ -306,8 +261,9 @@ class _FusedHeads(torch.autograd.Function):
     """Loss and gradients of both heads, chunk by chunk; the backward pass only scales what the forward pass stored."""
 
     @staticmethod
-    def forward(ctx, work: _Work, weight: Tensor, *states: Tensor):
+    def forward(ctx, work: _Work, weight: Tensor, learner: Tensor | None, *states: Tensor):
         needs = any(ctx.needs_input_grad)
+        grad_learner = torch.zeros_like(learner) if ctx.needs_input_grad[2] else None  # [N,Ht]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grads = [torch.zeros_like(state) for state in states] if needs else []
         sums = torch.zeros(len(states), device=weight.device)
@@ -318,6 +274,7 @@ class _FusedHeads(torch.autograd.Function):
         for positions, pieces in work.chunks():
             p_all = work.teacher.probabilities(positions, work.to_draft)  # [c,Vd]
             top_all = work.teacher.argmax(positions)  # [c]
+            by_p = None if grad_learner is None else torch.zeros_like(p_all)  # [c,Vd]
             for k, anchors, place in pieces:
                 if not len(anchors):
                     continue
@@ -326,6 +283,9 @@ class _FusedHeads(torch.autograd.Function):
                 largest, best = logits.max(-1)  # [m] each
                 hits[k] += (work.teacher.target_ids[best] == top_all[place]).sum()
                 share = 1.0 if mix is None else float(mix[k])
+                if by_p is not None:
+                    term = gradient_by_teacher(logits, p, share, mix is not None, work.settings.subtract_entropy)
+                    by_p.index_add_(0, place, term, alpha=weights[k])
                 value, grad = _position_loss(logits, largest, p, work.settings, share, weights[k] if needs else None)
                 sums[k] += value
                 if needs:
@@ -333,17 +293,20 @@ class _FusedHeads(torch.autograd.Function):
                     grads[k].index_copy_(0, anchors, (grad @ weight).to(hidden.dtype))
                     if grad_weight is not None:
                         grad_weight.addmm_(grad.T.float(), hidden.float())
+            if by_p is not None:
+                back = work.teacher.hidden_gradient(positions, p_all, by_p)  # [c,Ht]
+                grad_learner.index_copy_(0, positions, back.to(grad_learner.dtype))
         total = (sums * work.weights).sum()
-        ctx.save_for_backward(grad_weight, *grads)
+        ctx.save_for_backward(grad_weight, grad_learner, *grads)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(sums, hits)
         return total, sums, hits
 
     @staticmethod
     def backward(ctx, grad_total, _sums, _hits):
-        grad_weight, *grads = ctx.saved_tensors
+        grad_weight, *grads = ctx.saved_tensors  # grads: of the teacher's states if they learn, then of the head's
         first = None if grad_weight is None else (grad_weight * grad_total).to(ctx.weight_dtype)
-        return (None, first, *(grad * grad_total.to(grad.dtype) for grad in grads))
+        return (None, first, *(None if grad is None else grad * grad_total.to(grad.dtype) for grad in grads))
 
 
 def _position_loss(logits: Tensor, largest: Tensor, p: Tensor, settings: _Settings, share: float, weight: float | None):
