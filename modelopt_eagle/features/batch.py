@@ -8,8 +8,11 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the row schema that the writer, the readers and the stream share."""
+
+READABLE_VERSIONS = (1, 2)
+"""Versions whose rows are the same to whoever trains; 2 lets rows of a shard share the states of a common prefix."""
 
 _REMEDY = "make the features again with this recipe, or point the recipe at what made them"
 
@@ -28,7 +31,7 @@ class FeatureContract:
         template_hash: hash of the chat template that rendered the conversations.
         hidden_size: Ht, width of one state of the target.
         vocab_size: V, size of the target's vocabulary.
-        format_version: version of the row schema.
+        format_version: version of the row schema; older ones that are still read do not count as a difference.
     """
 
     model: str
@@ -80,9 +83,10 @@ class FeatureContract:
             FeatureError: an unknown or missing field, or a newer format version.
         """
         version = values.get("format_version")
-        if version != FORMAT_VERSION:
+        if version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
             raise FeatureError(
-                f"features of format version {version!r} found, this reader knows version {FORMAT_VERSION}: "
+                f"features of format version {version!r} found, this reader knows versions {known}: "
                 "dump them again, or use the modelopt_eagle version that wrote them"
             )
         names = {field.name for field in fields(cls)}
@@ -105,7 +109,7 @@ class FeatureContract:
         lines = []
         for field in fields(self):
             found, wanted = getattr(self, field.name), getattr(expected, field.name)
-            if field.name not in ignore and found != wanted:
+            if field.name not in (*ignore, "format_version") and found != wanted:
                 lines.append(f"{field.name}: the features were made with {found!r}, this run has {wanted!r}")
         return lines
 
@@ -255,12 +259,18 @@ class FeatureBatch:
         return int(self.input_ids.shape[1])
 
 
-def collate(rows: list[FeatureRow], contract: FeatureContract) -> FeatureBatch:
+def collate(
+    rows: list[FeatureRow],
+    contract: FeatureContract,
+    aux_hidden: torch.Tensor | None = None,
+    final_hidden: torch.Tensor | None = None,
+) -> FeatureBatch:
     """Pack rows one after the other into one line of N tokens.
 
     Args:
         rows: at least one row; all made under ``contract``.
         contract: checked against every row's shapes.
+        aux_hidden, final_hidden: [N, A*Ht] and [N, Ht] if the rows' states lie packed already (the rows hold views).
 
     Raises:
         FeatureError: no rows, or a row whose shapes break the contract.
@@ -270,7 +280,9 @@ def collate(rows: list[FeatureRow], contract: FeatureContract) -> FeatureBatch:
     for row in rows:
         row.validate(contract)
 
-    def pack(name):
+    def pack(name, packed=None):
+        if packed is not None:
+            return packed.unsqueeze(0)
         tensors = [getattr(row, name) for row in rows]
         return None if any(t is None for t in tensors) else torch.cat(tensors).unsqueeze(0)
 
@@ -280,8 +292,8 @@ def collate(rows: list[FeatureRow], contract: FeatureContract) -> FeatureBatch:
         input_ids=pack("input_ids"),  # [1,N]
         supervised=pack("supervised"),  # [1,N]
         document_ids=document_ids.unsqueeze(0).to(rows[0].input_ids.device),  # [1,N]
-        aux_hidden=pack("aux_hidden"),  # [1,N,A*Ht]
-        final_hidden=pack("final_hidden"),  # [1,N,Ht]
+        aux_hidden=pack("aux_hidden", aux_hidden),  # [1,N,A*Ht]
+        final_hidden=pack("final_hidden", final_hidden),  # [1,N,Ht]
         target_top1=pack("target_top1"),
         target_logsumexp=pack("target_logsumexp"),
         row_ids=[row.row_id for row in rows],

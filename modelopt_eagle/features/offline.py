@@ -14,6 +14,7 @@ from modelopt_eagle.features.compute import teacher_predictions
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource
 from modelopt_eagle.features.store import StoreReader
+from modelopt_eagle.features.store.codec import served_dtype
 
 _AGREEMENT = {"float32": 0.95, "bfloat16": 0.93, "float16": 0.93, "float8_e4m3": 0.7, "int8": 0.5}
 """Least share of predicting positions at which stored states must give the stored argmax, by storage dtype."""
@@ -24,6 +25,9 @@ _SCALE = {"float32": 0.01, "bfloat16": 0.03, "float16": 0.03, "float8_e4m3": 0.1
 
 class OfflineSource(PlannedSource):
     """Features read from a store, or from anything with ``contract, lengths, row(number)`` (see ``features.foreign``).
+
+    The states of a batch are written into its tensors straight from the mapped shards, in the background; a reader
+    takes part in this if it has the attribute ``fills`` (its ``row`` then takes the two places to fill).
 
     Args:
         path: folder of a store, or an open reader.
@@ -74,29 +78,46 @@ class OfflineSource(PlannedSource):
 
     def row(self, number: int) -> FeatureRow:
         """One row with post-norm final states and the target's predictions."""
-        row = self.reader.row(number)
-        if self._final_norm is not None:
-            row = replace(row, final_hidden=self._normed(row.final_hidden))
-        if row.target_top1 is None:
-            if self._head is None:
-                raise FeatureError(
-                    f"row {row.row_id!r} holds no target_top1; pass the target's head "
-                    "(head=load_target_tables(target).head)"
-                )
-            row = replace(
-                row, target_top1=head_argmax(self._head, row.final_hidden, predicting_positions(row.supervised))
-            )
-        if self._dtype is not None:
-            row = replace(row, aux_hidden=row.aux_hidden.to(self._dtype), final_hidden=row.final_hidden.to(self._dtype))
-        return row
+        return self._fill([number])[0][0]
 
-    @torch.no_grad()
-    def _normed(self, final_hidden: torch.Tensor) -> torch.Tensor:
-        weight = next(self._final_norm.parameters())
-        return self._final_norm(final_hidden.to(weight.device, weight.dtype)).to(final_hidden)  # [s,Ht]
+    def _fill(self, numbers: Sequence[int]) -> tuple[list[FeatureRow], torch.Tensor, torch.Tensor]:
+        """Rows, and their aux states [N, A*Ht] and final states [N, Ht] packed; the rows hold views of these."""
+        contract, total = self.contract, sum(self.lengths[number] for number in numbers)
+        dtype = self._dtype or served_dtype(contract.dtype)
+        aux = torch.empty(total, len(contract.aux_layer_ids) * contract.hidden_size, dtype=dtype)  # [N,A*Ht]
+        final = torch.empty(total, contract.hidden_size, dtype=dtype)  # [N,Ht]
+        rows, at = [], 0
+        for number in numbers:
+            places = [packed[at : at + self.lengths[number]] for packed in (aux, final)]
+            rows.append(self._finished(self._read(number, *places)))
+            at += self.lengths[number]
+        return rows, aux, final
+
+    def _read(self, number: int, aux_out: torch.Tensor, final_out: torch.Tensor) -> FeatureRow:
+        """A row as it is stored, its states in the two places."""
+        if getattr(self.reader, "fills", False):
+            return self.reader.row(number, aux_out, final_out)
+        row = self.reader.row(number)
+        row.validate(self.contract)  # before shapes are broadcast
+        return replace(row, aux_hidden=aux_out.copy_(row.aux_hidden), final_hidden=final_out.copy_(row.final_hidden))
+
+    def _finished(self, row: FeatureRow) -> FeatureRow:
+        """The row after the final norm where it is stored before it, and with the target's predictions."""
+        if self._final_norm is not None:
+            row.final_hidden.copy_(self._apply(self._final_norm, row.final_hidden))
+        if row.target_top1 is not None:
+            return row
+        if self._head is None:
+            raise FeatureError(
+                f"row {row.row_id!r} holds no target_top1; pass the target's head "
+                "(head=load_target_tables(target).head)"
+            )
+        top1 = head_argmax(self._head, row.final_hidden, predicting_positions(row.supervised))
+        return replace(row, target_top1=top1)
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
-        return collate([self.row(i) for i in indices], self.contract)
+        rows, aux, final = self._fill(indices)
+        return collate(rows, self.contract, aux, final)
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
         return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -54,11 +54,18 @@ class Rows:
     def __init__(self, reader, numbers: list[int], window: int):
         self._reader, self._numbers, self._window = reader, numbers, window
         self.folder, self.contract = getattr(reader, "folder", "the reader"), reader.contract
+        self.fills = getattr(reader, "fills", False)
         self.lengths = [min(reader.lengths[number], window) for number in numbers]
 
-    def row(self, number: int) -> FeatureRow:
-        """Row ``number`` of the selection."""
-        return cut(self._reader.row(self._numbers[number]), self._window)
+    def row(self, number: int, aux_out: Tensor | None = None, final_out: Tensor | None = None) -> FeatureRow:
+        """Row ``number`` of the selection, its states in two places [s, A*Ht] and [s, Ht] if they are given."""
+        place = self._numbers[number]
+        if aux_out is None:
+            return cut(self._reader.row(place), self._window)
+        if self.fills and self._reader.lengths[place] <= self._window:
+            return self._reader.row(place, aux_out, final_out)
+        row = cut(self._reader.row(place), self._window)
+        return replace(row, aux_hidden=aux_out.copy_(row.aux_hidden), final_hidden=final_out.copy_(row.final_hidden))
 
 
 def cut(row: FeatureRow, window: int) -> FeatureRow:

@@ -176,9 +176,9 @@ def test_other_data_or_contract_are_refused(tmp_path):
 def test_format_version_is_checked(tmp_path):
     fill(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["contract"]["format_version"] = 2
+    manifest["contract"]["format_version"] = 3
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(FeatureError, match="format version 2 found, this reader knows version 1"):
+    with pytest.raises(FeatureError, match="format version 3 found, this reader knows versions 1 and 2"):
         StoreReader(tmp_path)
 
 

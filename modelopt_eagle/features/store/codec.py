@@ -8,8 +8,11 @@ tensor             shape, dtype                 is
 row_offsets        [R+1] int64                  row r holds tokens ``row_offsets[r] : row_offsets[r+1]``
 input_ids          [T] int32                    token ids
 supervised         [T] uint8                    1 where the draft is trained to predict this token
-aux_hidden         [T, A*Ht] storage dtype      auxiliary states side by side, in the contract's layer order
-aux_scale          [T, A] float32               fp8 and int8 only: the state of layer a is ``aux_hidden * aux_scale``
+aux_hidden         [U, A*Ht] storage dtype      auxiliary states side by side, in the contract's layer order
+aux_scale          [U, A] float32               fp8 and int8 only: the state of layer a is ``aux_hidden * aux_scale``
+aux_offsets        [R+1] int64                  as row_offsets, for the two tensors above
+prefix_row         [R] int64                    an earlier row of the shard that begins with the same tokens, or -1
+prefix_length      [R] int64                    how many of the row's aux states are that row's; its own span follows
 final_offsets      [R+1] int64                  as row_offsets, for the two tensors below
 final_hidden       [F, Ht] storage dtype        final states at the positions of ``needed_final_positions``
 final_scale        [F, 1] float32               fp8 and int8 only
@@ -17,6 +20,9 @@ teacher_offsets    [R+1] int64                  as row_offsets, for the two tens
 target_top1        [P] int32                    the target's argmax at predicting positions
 target_logsumexp   [P] float32                  log-sum-exp of the target's logits there
 ================== ============================ =============================================================
+
+``aux_offsets``, ``prefix_row`` and ``prefix_length`` are absent where no row shares a prefix: then U is T, and
+``row_offsets`` hold for the aux states too (so it always is in format version 1).
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow, needed_final_positions, predicting_positions
+from modelopt_eagle.features.store.sharing import segments
 
 STORAGE_DTYPES = {
     "float32": torch.float32,
@@ -70,6 +77,11 @@ def shrink(states: torch.Tensor, groups: int, name: str) -> tuple[torch.Tensor, 
     return scaled.clamp(-_LARGEST[name], _LARGEST[name]).flatten(-2).to(dtype), scale
 
 
+def served_dtype(name: str) -> torch.dtype:
+    """The dtype in which states of a storage dtype are handed out: float32 for those with scales, else as stored."""
+    return torch.float32 if name in _LARGEST else check_dtype(name)
+
+
 def restore(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """States as floating point: the stored ones as they are, or float32 times their scales.
 
@@ -79,8 +91,36 @@ def restore(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """
     if scale is None:
         return stored
-    grouped = stored.float().unflatten(-1, (scale.shape[-1], -1))  # [n,groups,width]
-    return (grouped * scale.unsqueeze(-1)).flatten(-2)
+    return restore_into(torch.empty(stored.shape, dtype=torch.float32), stored, scale)
+
+
+def restore_into(out: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Write states into ``out`` [n, groups*width] of any floating dtype, which is returned; see :func:`restore`."""
+    if scale is None:
+        return out.copy_(stored)
+    wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)  # [n,groups*width]
+    if stored.dtype == torch.float8_e4m3fn:
+        widen_e4m3(wide, stored)
+    else:
+        wide.copy_(stored)
+    wide.unflatten(-1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1))  # [n,groups,width]
+    return out if wide is out else out.copy_(wide)
+
+
+def widen_e4m3(out: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Finite float8_e4m3fn as float32, exactly, several times faster than ``stored.float()`` on a CPU.
+
+    Exponent and mantissa are moved to their places in a float32, whose exponent counts from 127 in place of 7: the
+    value is too small by 2^120. Subnormal numbers come out right as well.
+
+    Args:
+        out: [n, m] float32, contiguous in its rows; returned.
+        stored: [n, m] float8_e4m3fn.
+    """
+    bits = out.view(torch.int32)
+    bits.copy_(stored.view(torch.int8))  # s eeee mmm, the sign extended
+    bits.bitwise_left_shift_(20).bitwise_and_(-0x78100000)  # sign, and eeee mmm below exponent bit 27
+    return out.mul_(2.0**120)
 
 
 def encode_row(row: FeatureRow, contract: FeatureContract) -> dict[str, torch.Tensor]:
@@ -117,10 +157,16 @@ def row_bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+def drop_prefix(encoded: dict[str, torch.Tensor], row: int, length: int) -> dict[str, torch.Tensor]:
+    """An encoded row without its first aux states, which are those of an earlier row of the shard."""
+    own = {name: encoded[name][length:] for name in ("aux_hidden", "aux_scale") if name in encoded}
+    return {**encoded, **own, "prefix": torch.tensor([row, length])}
+
+
 def join_rows(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors of a shard from its encoded rows, which must all hold the same kinds of tensors."""
-    kinds = set(rows[0])
-    if any(set(row) != kinds for row in rows):
+    kinds = {name for name in rows[0] if name != "prefix"}
+    if any(set(row) - {"prefix"} != kinds for row in rows):
         raise FeatureError("rows with and without the target's predictions cannot share a shard")
 
     def offsets(name):
@@ -132,54 +178,133 @@ def join_rows(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     shard["final_offsets"] = offsets("final_hidden")
     if "target_top1" in kinds:
         shard["teacher_offsets"] = offsets("target_top1")
+    if any("prefix" in row for row in rows):
+        none = torch.tensor([-1, 0])
+        prefix = torch.stack([row.get("prefix", none) for row in rows])  # [R,2]
+        shard["prefix_row"], shard["prefix_length"] = prefix[:, 0].contiguous(), prefix[:, 1].contiguous()
+        shard["aux_offsets"] = offsets("aux_hidden")
     return shard
 
 
-def decode_row(shard: dict[str, torch.Tensor], number: int, row_id: str, category: str) -> FeatureRow:
-    """Row ``number`` of a shard's tensors; aux states of float32 and bfloat16 shards are views, not copies."""
+def _span(shard: dict[str, torch.Tensor], offsets: str, number: int) -> slice:
+    return slice(*shard[offsets][number : number + 2].tolist())
 
-    def cut(name, offsets):
-        if name not in shard:
-            return None
-        start, stop = shard[offsets][number : number + 2].tolist()
-        return shard[name][start:stop]
 
-    supervised = cut("supervised", "row_offsets").bool()  # [s]
-    kept = restore(cut("final_hidden", "final_offsets"), cut("final_scale", "final_offsets"))  # [f,Ht]
-    final = kept.new_zeros(len(supervised), kept.shape[-1])  # [s,Ht]
-    final[needed_final_positions(supervised)] = kept
+def aux_parts(shard: dict[str, torch.Tensor], number: int, length: int) -> list[slice]:
+    """Spans of ``aux_hidden`` that hold the first ``length`` aux states of a row, in order."""
+    if "aux_offsets" not in shard:
+        start = int(shard["row_offsets"][number])
+        return [slice(start, start + length)]
+    parts = []
+    for row, first, last in segments(shard["prefix_row"], shard["prefix_length"], number, length):
+        at = int(shard["aux_offsets"][row]) - int(shard["prefix_length"][row])
+        parts.append(slice(at + first, at + last))
+    return parts
+
+
+def read_aux(shard: dict[str, torch.Tensor], number: int, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The first aux states [length, A*Ht] of a row, written into ``out`` if it is given.
+
+    Without ``out`` those of a float32 or bfloat16 row that lie in one piece are a view of the shard.
+    """
+    stored, scale = shard["aux_hidden"], shard.get("aux_scale")
+    parts = aux_parts(shard, number, length)
+    if out is None and scale is None and len(parts) == 1:
+        return stored[parts[0]]
+    if out is None:
+        out = torch.empty(length, stored.shape[1], dtype=stored.dtype if scale is None else torch.float32)
+    at = 0
+    for part in parts:
+        size = part.stop - part.start
+        restore_into(out[at : at + size], stored[part], None if scale is None else scale[part])
+        at += size
+    return out
+
+
+def read_final(
+    shard: dict[str, torch.Tensor], number: int, supervised: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Final states [s, Ht] of a row, zero where none is stored, written into ``out`` if it is given.
+
+    Args:
+        supervised: [s] bool of the row.
+    """
+    span = _span(shard, "final_offsets", number)
+    kept = shard["final_hidden"][span]  # [f,Ht]
+    scale = shard["final_scale"][span] if "final_scale" in shard else None
+    if out is None:
+        dtype = kept.dtype if scale is None else torch.float32
+        out = torch.empty(len(supervised), kept.shape[1], dtype=dtype)
+    taken, at = 0, 0
+    for first, last in runs(needed_final_positions(supervised)):  # a run an answer
+        size = last - first
+        out[at:first] = 0
+        restore_into(out[first:last], kept[taken : taken + size], None if scale is None else scale[taken:][:size])
+        taken, at = taken + size, last
+    out[at:] = 0
+    return out
+
+
+def runs(flags: torch.Tensor) -> list[tuple[int, int]]:
+    """(first, one past the last) of each run of True in [s] bool."""
+    edges = torch.zeros(len(flags) + 2, dtype=torch.int8)
+    edges[1:-1] = flags
+    return [tuple(pair) for pair in edges.diff().nonzero().view(-1, 2).tolist()]
+
+
+def decode_row(
+    shard: dict[str, torch.Tensor],
+    number: int,
+    row_id: str,
+    category: str,
+    aux_out: torch.Tensor | None = None,
+    final_out: torch.Tensor | None = None,
+) -> FeatureRow:
+    """Row ``number`` of a shard's tensors.
+
+    Args:
+        aux_out, final_out: [s, A*Ht] and [s, Ht] of any floating dtype, to be filled with the states; without them
+            aux states are views of the shard where they can be.
+    """
+    at = _span(shard, "row_offsets", number)
+    supervised = shard["supervised"][at].bool()  # [s]
     predicting = predicting_positions(supervised)
 
     def spread(name, empty, dtype):
-        values = cut(name, "teacher_offsets")
-        if values is None:
+        if name not in shard:
             return None
         whole = torch.full((len(supervised),), empty, dtype=dtype)  # [s]
-        whole[predicting] = values.to(dtype)
+        whole[predicting] = shard[name][_span(shard, "teacher_offsets", number)].to(dtype)
         return whole
 
     return FeatureRow(
         row_id=row_id,
         category=category,
-        input_ids=cut("input_ids", "row_offsets").long(),
+        input_ids=shard["input_ids"][at].long(),
         supervised=supervised,
-        aux_hidden=restore(cut("aux_hidden", "row_offsets"), cut("aux_scale", "row_offsets")),  # [s,A*Ht]
-        final_hidden=final,
+        aux_hidden=read_aux(shard, number, len(supervised), aux_out),  # [s,A*Ht]
+        final_hidden=read_final(shard, number, supervised, final_out),  # [s,Ht]
         target_top1=spread("target_top1", -1, torch.long),
         target_logsumexp=spread("target_logsumexp", 0.0, torch.float32),
     )
 
 
-def bytes_per_token(contract: FeatureContract, supervised_share: float) -> float:
+def aux_bytes(contract: FeatureContract) -> int:
+    """Bytes that the aux states of one token take."""
+    scale = 4 if contract.dtype in _LARGEST else 0
+    return len(contract.aux_layer_ids) * (contract.hidden_size * check_dtype(contract.dtype).itemsize + scale)
+
+
+def bytes_per_token(contract: FeatureContract, supervised_share: float, shared_share: float = 0.0) -> float:
     """Expected bytes of a token in a store.
 
     Args:
         contract: gives dtype, width and number of layers.
         supervised_share: supervised tokens over all tokens.
+        shared_share: tokens that take their aux states from another row, over all tokens.
     """
     item = check_dtype(contract.dtype).itemsize
     scale = 4 if contract.dtype in _LARGEST else 0
-    layers = len(contract.aux_layer_ids)
-    per_token = 4 + 1 + layers * (contract.hidden_size * item + scale)
+    per_token = 4 + 1 + (1 - shared_share) * aux_bytes(contract)
     per_supervised = contract.hidden_size * item + scale + 8
     return per_token + supervised_share * per_supervised

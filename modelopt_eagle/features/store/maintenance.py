@@ -9,6 +9,7 @@ from pathlib import Path
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract
+from modelopt_eagle.features.store.codec import aux_bytes
 from modelopt_eagle.features.store.files import FolderLock
 from modelopt_eagle.features.store.manifest import Manifest, ShardEntry, manifest_name, read_manifests
 from modelopt_eagle.features.store.shard import check_finite, open_shard
@@ -23,6 +24,7 @@ class StoreSummary:
         rows, dataset_rows: rows finished, and rows of the data set that the dump was started with.
         tokens, supervised: over all rows.
         bytes: size of all shards.
+        shared, saved_bytes: tokens whose aux states another row of the shard gives, and the bytes that this saves.
         shards, manifests: number of files.
         length_histogram: rows by number of tokens, ``(least, most, rows)`` in powers of two.
         categories: rows by category.
@@ -34,6 +36,8 @@ class StoreSummary:
     tokens: int
     supervised: int
     bytes: int
+    shared: int
+    saved_bytes: int
     shards: int
     manifests: int
     length_histogram: list[tuple[int, int, int]]
@@ -47,6 +51,8 @@ class StoreSummary:
             f"rows        {self.rows:,} of {self.dataset_rows:,} ({coverage:.1%} coverage)",
             f"tokens      {self.tokens:,}, {share:.1%} supervised",
             f"bytes       {self.bytes:,} in {self.shards} shards, {self.bytes / max(self.tokens, 1):,.0f} a token",
+            f"prefixes    {self.shared:,} tokens ({self.shared / max(self.tokens, 1):.1%}) take the states of another "
+            f"row: {self.saved_bytes:,} bytes saved ({self.saved_bytes / max(self.bytes + self.saved_bytes, 1):.1%})",
             f"manifests   {self.manifests}",
             "contract",
         ]
@@ -71,6 +77,7 @@ def summarise(folder: str | Path) -> StoreSummary:
     first = next(iter(manifests.values()))
     shards = [shard for manifest in manifests.values() for shard in manifest.shards]
     lengths = [tokens for shard in shards for tokens in shard.tokens]
+    shared = sum(shard.shared for shard in shards)
     bins = Counter(max(length, 1).bit_length() for length in lengths)
     return StoreSummary(
         contract=first.contract,
@@ -79,6 +86,8 @@ def summarise(folder: str | Path) -> StoreSummary:
         tokens=sum(lengths),
         supervised=sum(count for shard in shards for count in shard.supervised),
         bytes=sum(shard.bytes for shard in shards),
+        shared=shared,
+        saved_bytes=shared * aux_bytes(first.contract),
         shards=len(shards),
         manifests=len(manifests),
         length_histogram=[(2 ** (bits - 1), 2**bits - 1, bins[bits]) for bits in sorted(bins)],

@@ -27,6 +27,7 @@ class ShardEntry:
         bytes, sha256: size and checksum of the file.
         row_ids, indices, categories, tokens, supervised: one value a row: conversation id, place in the data set,
             category, number of tokens and of supervised tokens.
+        shared: tokens whose aux states another row of the shard gives.
     """
 
     file: str
@@ -37,6 +38,7 @@ class ShardEntry:
     categories: list[str]
     tokens: list[int]
     supervised: list[int]
+    shared: int = 0
 
 
 @dataclass

@@ -32,10 +32,13 @@ class StoreReader:
         contract: how the features were made.
         dataset_hash, dataset_rows: of the whole data set; ``len(reader) < dataset_rows`` while a dump goes on.
         row_ids, indices, categories, lengths, supervised: one value a row.
+        fills: ``row`` can write states into given places.
 
     Raises:
         FeatureError: no store, or one whose shards are cut, altered, not finite, or hold a row twice.
     """
+
+    fills = True
 
     def __init__(self, folder: str | Path, verify: str = "open"):
         if verify not in ("open", "read"):
@@ -99,12 +102,30 @@ class StoreReader:
                 self._mapped.popitem(last=False)
         return shard
 
-    def row(self, number: int) -> FeatureRow:
+    def row(
+        self, number: int, aux_out: torch.Tensor | None = None, final_out: torch.Tensor | None = None
+    ) -> FeatureRow:
         """Row ``number`` of this store (not of the data set: see ``indices``).
+
+        Args:
+            number: from 0 to ``len(reader) - 1``.
+            aux_out, final_out: [s, A*Ht] and [s, Ht] of any floating dtype, to be filled with the states; see
+                :func:`~modelopt_eagle.features.store.codec.decode_row`.
 
         Raises:
             FeatureError: its shard is found to be bad at this first read.
         """
         shard_number, row = self._places[number]
         entry = self.shards[shard_number]
-        return decode_row(self._open(entry), row, entry.row_ids[row], entry.categories[row])
+        return decode_row(self._open(entry), row, entry.row_ids[row], entry.categories[row], aux_out, final_out)
+
+    def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [s] int32 and supervised [s] bool of a row, without its states.
+
+        Raises:
+            FeatureError: as :meth:`row`.
+        """
+        shard_number, row = self._places[number]
+        shard = self._open(self.shards[shard_number])
+        start, stop = shard["row_offsets"][row : row + 2].tolist()
+        return shard["input_ids"][start:stop], shard["supervised"][start:stop].bool()

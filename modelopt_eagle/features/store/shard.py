@@ -100,8 +100,33 @@ def open_shard(folder: Path, entry: ShardEntry, contract: FeatureContract, check
     lengths = shard["row_offsets"].diff().tolist() if "row_offsets" in shard else None
     if lengths != entry.tokens:
         raise FeatureError(f"shard {path} does not hold the rows that the manifest names; {_REMEDY}")
+    check_prefixes(path, shard)
     check_finite(path, shard, whole=False)
     return shard
+
+
+def check_prefixes(path: Path, shard: dict[str, torch.Tensor]) -> None:
+    """Check that every row finds all its aux states: its own span, and those of an earlier row with equal tokens.
+
+    Raises:
+        FeatureError: names shard and row.
+    """
+    if "aux_offsets" not in shard:
+        return
+    lengths = shard["row_offsets"].diff()  # [R]
+    length, row = shard["prefix_length"], shard["prefix_row"]  # [R]
+    borrows = length > 0
+    sound = (length >= 0) & (length <= lengths) & (~borrows | ((row >= 0) & (row < torch.arange(len(row)))))
+    sound &= length <= torch.where(borrows, lengths[row.clamp(0, len(row) - 1)], 0)
+    sound &= shard["aux_offsets"].diff() == lengths - length
+    ids, starts = shard["input_ids"], shard["row_offsets"]
+    for number in range(len(row)):
+        if sound[number] and borrows[number]:
+            n, ours, theirs = int(length[number]), int(starts[number]), int(starts[row[number]])
+            sound[number] = torch.equal(ids[ours : ours + n], ids[theirs : theirs + n])
+    if not sound.all() or len(shard["aux_hidden"]) != int(shard["aux_offsets"][-1]):
+        number = int((~sound).nonzero()[0]) if not sound.all() else len(row) - 1
+        raise FeatureError(f"shard {path}: row {number} names a prefix that no earlier row has; {_REMEDY}")
 
 
 def check_finite(path: Path, shard: dict[str, torch.Tensor], whole: bool) -> None:
@@ -115,7 +140,7 @@ def check_finite(path: Path, shard: dict[str, torch.Tensor], whole: bool) -> Non
     Raises:
         FeatureError: names shard, tensor and row.
     """
-    pairs = (("aux", "row_offsets"), ("final", "final_offsets"))
+    pairs = (("aux", "aux_offsets" if "aux_offsets" in shard else "row_offsets"), ("final", "final_offsets"))
     for kind, offsets_name in pairs:
         offsets = shard[offsets_name]
         for name in (f"{kind}_hidden", f"{kind}_scale"):

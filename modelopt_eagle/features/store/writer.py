@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,14 @@ from safetensors.torch import save
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow
-from modelopt_eagle.features.store.codec import check_dtype, encode_row, join_rows, row_bytes
+from modelopt_eagle.features.store.codec import (
+    check_dtype,
+    drop_prefix,
+    encode_row,
+    join_rows,
+    restore,
+    row_bytes,
+)
 from modelopt_eagle.features.store.files import TEMPORARY_PREFIX, FolderLock, write_durably
 from modelopt_eagle.features.store.manifest import (
     SHARDS_PER_MANIFEST,
@@ -21,6 +29,7 @@ from modelopt_eagle.features.store.manifest import (
     manifest_name,
     read_manifests,
 )
+from modelopt_eagle.features.store.sharing import BLOCK, PrefixIndex, agreeing
 
 SHARD_BYTES = 256 * 2**20
 
@@ -49,6 +58,8 @@ class StoreWriter:
         dataset_rows: rows of the whole data set.
         worker: (i, n), this worker's share ``--shard i/n``.
         shard_bytes: a shard is closed when it holds so many bytes.
+        share_prefixes: store the states of a prefix that rows of a shard have in common once. A store that was begun
+            in format version 1 goes on without.
 
     Attributes:
         done: places in the data set that any worker has finished, to be left out.
@@ -66,6 +77,7 @@ class StoreWriter:
         dataset_rows: int,
         worker: tuple[int, int] = (0, 1),
         shard_bytes: int = SHARD_BYTES,
+        share_prefixes: bool = True,
     ):
         index, count = worker
         if not 0 <= index < count:
@@ -81,16 +93,23 @@ class StoreWriter:
             self._lock.release()
             raise
         self._shard_bytes = shard_bytes
+        self._share = share_prefixes and self._manifest.contract.format_version > 1
+        self._begin_shard()
+
+    def _begin_shard(self) -> None:
         self._pending: list[tuple[int, FeatureRow, dict[str, torch.Tensor]]] = []
         self._pending_bytes = 0
+        self._prefixes = PrefixIndex()
 
     def _open(self, fresh: Manifest) -> None:
         """Find what is finished, remove what a killed run left half-made, state the contract on the disk."""
-        self._fresh, self._part, self._next = fresh, 0, 0
-        self._manifest = Manifest(fresh.contract, fresh.dataset_hash, fresh.dataset_rows)
+        self._part, self._next = 0, 0
         self.done: set[int] = set()
         known: set[str] = set()
         found = read_manifests(self.folder) if any(self.folder.glob("manifest*.json")) else {}
+        versions = [manifest.contract.format_version for manifest in found.values()]
+        contract = replace(fresh.contract, format_version=min(versions, default=fresh.contract.format_version))
+        self._manifest = Manifest(contract, fresh.dataset_hash, fresh.dataset_rows)
         for name, manifest in found.items():
             manifest.contract.require(fresh.contract, str(self.folder / name), ignore=())
             if manifest.dataset_hash != fresh.dataset_hash:
@@ -130,12 +149,38 @@ class StoreWriter:
         """
         if index in self.done:
             raise FeatureError(f"row {index} ({row.row_id!r}) is already stored in {self.folder}")
-        encoded = encode_row(row, self._manifest.contract)
+        encoded = self._shared(encode_row(row, self._manifest.contract))
         self.done.add(index)
         self._pending.append((index, row, encoded))
         self._pending_bytes += row_bytes(encoded)
         if self._pending_bytes >= self._shard_bytes:
             self.flush()
+
+    def _shared(self, encoded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """An encoded row without the aux states that an earlier row of this shard gives it."""
+        if not self._share:
+            return encoded
+        number, length = self._prefixes.add(encoded["input_ids"])
+        if not length:
+            return encoded
+        contract = self._manifest.contract
+        scale = encoded["aux_scale"][:length] if "aux_scale" in encoded else None
+        ours = restore(encoded["aux_hidden"][:length], scale)  # [n,A*Ht]
+        theirs = self._pending_aux(number, length)  # [n,A*Ht]
+        length = agreeing(ours, theirs, len(contract.aux_layer_ids), contract.dtype)
+        return drop_prefix(encoded, number, length) if length >= BLOCK else encoded
+
+    def _pending_aux(self, number: int, length: int) -> torch.Tensor:
+        """The first aux states of a pending row, some of which may be an earlier row's."""
+        parts = []
+        while length > 0:
+            encoded = self._pending[number][2]
+            number, begin = encoded["prefix"].tolist() if "prefix" in encoded else (-1, 0)
+            if length > begin:
+                scale = encoded["aux_scale"][: length - begin] if "aux_scale" in encoded else None
+                parts.append(restore(encoded["aux_hidden"][: length - begin], scale))
+                length = begin
+        return torch.cat(parts[::-1])
 
     @property
     def pending(self) -> int:
@@ -164,11 +209,12 @@ class StoreWriter:
                 categories=[row.category for _, row, _ in self._pending],
                 tokens=[len(row) for _, row, _ in self._pending],
                 supervised=[int(row.supervised.sum()) for _, row, _ in self._pending],
+                shared=sum(int(encoded["prefix"][1]) for _, _, encoded in self._pending if "prefix" in encoded),
             )
         )
         manifest.save(self.folder / manifest_name(self._worker, self._part))
         self._next += 1
-        self._pending, self._pending_bytes = [], 0
+        self._begin_shard()
 
     def close(self) -> None:
         """Write what is pending and let go of the share."""
