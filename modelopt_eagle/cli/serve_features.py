@@ -54,18 +54,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def vllm_command(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm serve`` that hands out the layers asked for."""
-    from transformers import AutoConfig
-
     from modelopt_eagle.features.vllm_engine import speculative_config, transfer_config
     from modelopt_eagle.target import check_layer_ids, default_layer_ids
+    from modelopt_eagle.target.load import load_config, resolve
 
-    layers = AutoConfig.from_pretrained(args.model, revision=args.revision).get_text_config().num_hidden_layers
+    place = resolve(args.model)
+    layers = load_config(place, args.revision).get_text_config().num_hidden_layers
     ids = check_layer_ids(_layers(args) or default_layer_ids(layers), layers)
     transfer = transfer_config(f"{args.host}:{args.feature_port}", int(args.max_gib * 2**30))
-    command = [args.engine_python, "-m", "vllm.entrypoints.cli.main", "serve", args.model]
+    command = [args.engine_python, "-m", "modelopt_eagle.features.vllm_serve", str(place)]
     command += ["--host", args.host, "--port", str(args.port), "--dtype", args.dtype]
     command += ["--max-model-len", str(args.max_length + 2), "--tensor-parallel-size", str(args.tensor_parallel)]
-    command += ["--no-enable-prefix-caching", "--enforce-eager"]
+    command += ["--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log"]
     command += ["--speculative-config", json.dumps(speculative_config(ids, layers))]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     if args.revision:
