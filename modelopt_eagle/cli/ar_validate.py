@@ -10,12 +10,21 @@ BELOW_BOUND = 1
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
+    from modelopt_eagle.cli._reading import add_reading_options
+
     parser = argparse.ArgumentParser(prog="ar_validate.py", description=__doc__)
     parser.add_argument(
         "--model_path", required=True, help="the head: an export, a checkpoint or a run's output folder"
     )
     parser.add_argument(
-        "--base_model", help="target: hub id, local folder, GGUF file, quickstart (default: the head's own)"
+        "--base_model",
+        "--base-model",
+        help="target: hub id, local folder, GGUF file, quickstart (default: the head's own)",
+    )
+    parser.add_argument(
+        "--target_adapter",
+        metavar="DIR",
+        help="PEFT folder of the target's adapter (or an export or run that holds one), merged into the target",
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -53,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="run Python code that the target's repository ships"
     )
+    add_reading_options(parser, base_model=False)
     return parser
 
 
@@ -138,13 +148,17 @@ def load_pair(arguments: argparse.Namespace):
     Raises:
         EagleError: either cannot be loaded, or the head does not say what it was made for and nor does the caller.
     """
+    from modelopt_eagle.cli._reading import read_options
     from modelopt_eagle.errors import DecodingError
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.recipe.schema import ModelSection
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.adapter import merge_adapter
     from modelopt_eagle.target.identity import tokenizer_hash
 
-    name = arguments.base_model or own_target(load_draft(arguments.model_path).config.target_name)
+    name = arguments.base_model
+    if name is None:
+        name = own_target(load_draft(arguments.model_path, options=read_options(arguments)).config.target_name)
     if name is None:
         raise DecodingError(f"{arguments.model_path} does not record its target: pass --base_model")
     section = ModelSection(
@@ -155,13 +169,21 @@ def load_pair(arguments: argparse.Namespace):
         trust_remote_code=arguments.trust_remote_code,
     )
     target = load_target(**section.load_arguments())
+    if arguments.target_adapter is not None:
+        print(f"target adapter {merge_adapter(target, arguments.target_adapter)}, merged")
     module = load_draft(
         arguments.model_path,
         vocab_size=target.vocab_size,
         tokenizer_hash=tokenizer_hash(target.tokenizer),
         dtype=target.dtype,
+        options=read_options(arguments, target.num_layers),
     )
     warn_of_another_template(module, target)
+    if "target_adapter" in module.config.extra and arguments.target_adapter is None:
+        print(
+            "warning: the head was trained together with an adapter on its target: give --target_adapter (unless "
+            "--base_model is the merged target), or its acceptance is that over another model"
+        )
     return target, module.to(target.device).eval()
 
 

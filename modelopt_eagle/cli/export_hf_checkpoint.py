@@ -11,6 +11,8 @@ from modelopt_eagle.errors import ExportError
 
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
+    from modelopt_eagle.cli._reading import add_reading_options
+
     parser = argparse.ArgumentParser(prog="export_hf_checkpoint.py", description=__doc__)
     parser.add_argument(
         "--model_path", required=True, type=Path, help="a training checkpoint, a run's output folder, or any head"
@@ -33,12 +35,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--rope_scaling",
         help='a scaling to declare for long contexts, JSON, such as \'{"rope_type": "yarn", "factor": 4.0}\'',
     )
-    parser.add_argument("--base_model", help="check the head against this target and complete its config from it")
+    parser.add_argument(
+        "--base_model", "--base-model", help="check the head against this target and complete its config from it"
+    )
     parser.add_argument(
         "--report", type=Path, help="acceptance.json for the model card; default: beside the checkpoint"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the folder to the hub afterwards")
+    add_reading_options(parser, base_model=False)
     return parser
 
 
@@ -80,15 +85,13 @@ def find_report(model_path: Path, folder: Path, given: Path | None) -> dict:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     arguments = build_parser().parse_args(argv)
+    from modelopt_eagle.cli._reading import reading_options
     from modelopt_eagle.export import export_checkpoint, read_head
+    from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
     rope_scaling = parse_rope_scaling(arguments.rope_scaling)
-    head = read_head(arguments.model_path)
-    target = None
-    if arguments.base_model:
-        from modelopt_eagle.target import load_target_tables
-
-        target = load_target_tables(arguments.base_model)
+    options, target = reading_options(arguments)
+    head = read_head(arguments.model_path, options=options)
     report = export_checkpoint(
         head.module,
         head.config,
@@ -99,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         rope_scaling=rope_scaling,
         overwrite=arguments.overwrite,
         report=find_report(arguments.model_path, head.folder, arguments.report),
+        adapter=head.folder / ADAPTER if (head.folder / ADAPTER).is_dir() else None,
     )
     print(f"read      {head.folder} ({head.layout})")
     print(f"exported  {report.path}: {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB")

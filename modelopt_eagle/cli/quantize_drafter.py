@@ -11,6 +11,8 @@ from modelopt_eagle.errors import ExportError
 
 def build_parser() -> argparse.ArgumentParser:
     """The options."""
+    from modelopt_eagle.cli._reading import add_reading_options
+
     parser = argparse.ArgumentParser(prog="quantize_drafter.py", description=__doc__)
     parser.add_argument(
         "--model_path", required=True, type=Path, help="a trained head: checkpoint, run folder or export"
@@ -24,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all"
     )
-    parser.add_argument("--base_model", help="target; default: the one that the head names")
+    parser.add_argument("--base_model", "--base-model", help="target; default: the one that the head names")
     parser.add_argument("--calib_samples", type=int, default=32, help="rows to calibrate on (default 32)")
     parser.add_argument("--calib_length", type=int, default=512, help="tokens of a row at most (default 512)")
     parser.add_argument("--steps", type=int, default=3, help="drafted tokens, in calibration and measuring (default 3)")
@@ -35,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--max_drop", type=float, default=0.02, help="largest loss of acceptance length that is exported (default 0.02)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
+    add_reading_options(parser, base_model=False)
     return parser
 
 
@@ -72,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("calib_samples", "calib_length", "steps", "num_samples", "max_new_tokens"):
         if getattr(arguments, name) < 1:
             raise ExportError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
+    from modelopt_eagle.cli._reading import read_options
     from modelopt_eagle.cli.ar_validate import own_target
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.export import read_head
@@ -79,13 +83,19 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.target import load_target
     from modelopt_eagle.validation import measure_acceptance
 
-    head = read_head(arguments.model_path)
-    name = arguments.base_model or own_target(head.config.target_name)
+    name = arguments.base_model
+    if not name:
+        name = own_target(read_head(arguments.model_path, options=read_options(arguments)).config.target_name)
     if not name:
         raise ExportError("the head does not name its target: give it with --base_model")
     target = load_target(name)
     identity = target.identity()
-    head = read_head(arguments.model_path, vocab_size=identity["vocab_size"], tokenizer_hash=identity["tokenizer_hash"])
+    head = read_head(
+        arguments.model_path,
+        vocab_size=identity["vocab_size"],
+        tokenizer_hash=identity["tokenizer_hash"],
+        options=read_options(arguments, identity["num_layers"]),
+    )
     batches = calibration_batches(arguments, target, head.config.aux_layer_ids)
     prompts = load_prompts(arguments.prompts, arguments.num_samples)
 

@@ -14,6 +14,7 @@ from modelopt_eagle.draft import DraftConfig, EagleModule, default_aux_layer_ids
 from modelopt_eagle.errors import ExportError
 
 from .card import model_card
+from .embedding import table_of, with_own_embedding, without_copy
 from .folders import whole_folder
 from .loader import load_draft, read_head
 from .names import file_tensors
@@ -35,13 +36,8 @@ def layer_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     return data
 
 
-def speculators_files(module: EagleModule, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and ``config.json`` as speculators 0.9 writes an ``eagle3`` head.
-
-    Raises:
-        ExportError: a head that its model classes cannot hold.
-    """
-    config = module.config
+def check_speculators(config: DraftConfig) -> None:
+    """Raise :class:`ExportError` for a head that speculators' model classes cannot hold."""
     if config.decoder_type != "llama":
         raise ExportError(f"speculators has no {config.decoder_type} decoder: convert to universal")
     if config.hidden_size != config.target_hidden_size:
@@ -51,6 +47,11 @@ def speculators_files(module: EagleModule, dtype: torch.dtype) -> tuple[dict[str
         )
     if config.norm_before_fc and config.fc_norm:
         raise ExportError("speculators allows norm_before_fc or fc_norm, not both: convert to universal")
+
+
+def speculators_files(module: EagleModule, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and ``config.json`` as speculators 0.9 writes an ``eagle3`` head; ``module`` holds an embedding."""
+    config = module.config
     tensors = file_tensors(module, dtype, "layers")
     tensors = {n: t for n, t in tensors.items() if not ("hidden_norm" in n and not n.startswith("layers.0."))}
     data = {
@@ -110,6 +111,27 @@ def eagle_files(
     if config.hidden_size != config.target_hidden_size:
         data["target_hidden_size"] = config.target_hidden_size
     return tensors, data
+
+
+def with_embedding_for_speculators(module: EagleModule, target) -> EagleModule:
+    """The head with the embedding that a speculators folder always holds: its own, or a copy of the target's.
+
+    speculators 0.9.0 leaves the table of a folder without one uninitialised (under transformers 5.19 and 5.24) and
+    says nothing: it looks for numbers that are not finite, and new memory may hold any.
+
+    Raises:
+        ExportError: a head that speculators cannot hold, or one without a table whose target is not given.
+    """
+    check_speculators(module.config)
+    if module.config.own_embedding:
+        return module
+    table = table_of(target)
+    if table is None:
+        raise ExportError(
+            "a speculators folder holds the target's embedding (speculators would compute with whatever lies in memory "
+            "instead): which target? answer with --base-model"
+        )
+    return with_own_embedding(module, table)
 
 
 def without_record(config: DraftConfig) -> DraftConfig:
@@ -177,8 +199,9 @@ def convert_checkpoint(
     dtype = parse_dtype(dtype) or head.module.fc.weight.dtype
     if to == "universal":
         return export_checkpoint(head.module, head.config, path, target=target, dtype=dtype, overwrite=overwrite)
-    module = rebuilt(head.module, with_target(head.config, target))
+    module = without_copy(rebuilt(head.module, with_target(head.config, target)), table_of(target))
     if to == "speculators":
+        module = with_embedding_for_speculators(module, target)
         return write_checked(
             module, path, lambda: speculators_files(module, dtype), dtype=dtype, overwrite=overwrite,
             options=ReadOptions(layout="speculators"),

@@ -18,6 +18,7 @@ from modelopt_eagle.errors import ExportError
 from .card import model_card
 from .engines import engine_notes
 from .folders import whole_folder
+from .embedding import table_of, without_copy
 from .loader import load_draft
 from .names import LAYER_NAMES, file_tensors
 from .probe import probe
@@ -177,7 +178,8 @@ def export_checkpoint(
         module: the trained head.
         config: its config; ``None`` for ``module.config``.
         path: the folder to make; it appears whole or not at all.
-        target: a ``Target``, its tables, or their ``identity()``: completes the config and is checked against it.
+        target: a ``Target``, its tables, or their ``identity()``: completes the config and is checked against it. With
+            the first two, an embedding in the head that only repeats the target's is left out.
         dtype: of the floating tensors; ``None`` keeps the module's.
         layer_names: ``midlayer`` (read by all three engines) or ``layers``; heads of several layers use ``layers``.
         rope_scaling: a scaling to declare for long contexts, for a head trained with none.
@@ -193,7 +195,10 @@ def export_checkpoint(
     config = with_target(config or module.config, target)
     config, notes = with_rope_scaling(config, rope_scaling)
     dtype = parse_dtype(dtype) or module.fc.weight.dtype
-    exported = rebuilt(module, config)
+    exported = without_copy(rebuilt(module, config), table_of(target))
+    if config.own_embedding and not exported.config.own_embedding:
+        config = exported.config
+        notes.append("the embedding was the target's own and was left out: engines take the target's")
     tensors = file_tensors(exported, dtype, layer_names)
     data = universal_config(config, dtype)
     notes = notes + engine_notes(data, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config)

@@ -39,6 +39,11 @@ class ModelSection(Section):
         None, description="Folder of a trained head to continue from (any format that `load_draft` reads)."
     )
     chat_template: str | None = Field(
+    draft_init_vocab: Literal["keep", "rebuild"] = Field(
+        "keep",
+        description="The vocabulary map of `draft_init`: kept as it is, or chosen anew by `eagle.draft_vocab_*` as for "
+        "a new head, each row of the head moved with its token.",
+    )
         None, description="Jinja chat template, or a file with one, used in place of the target's own."
     )
 
@@ -339,6 +344,11 @@ class Recipe(Section):
         )
         vocab, topk = self.eagle.draft_vocab_size, self.validation.topk
         need(
+        need(
+            self.model.draft_init is not None or self.model.draft_init_vocab == "keep",
+            "model.draft_init_vocab: rebuild is for a head that is continued: give its folder as model.draft_init",
+        )
+        check_fits(self.target_lora, self.data, self.eagle)
             vocab is None or topk is None or topk <= vocab,
             f"validation.topk {topk} is larger than the draft vocabulary: choose at most {vocab}",
         )

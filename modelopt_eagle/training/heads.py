@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
+
 from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_ids
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
-from modelopt_eagle.errors import RecipeError
+from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.recipe import Recipe
 
 from .initialise import random_module, start_from_target
@@ -74,24 +78,38 @@ def check_head(recipe: Recipe, tables, aux_layer_ids) -> None:
     head_config(recipe, tables, recipe.eagle.draft_vocab_size if vocab is None else vocab.size, aux_layer_ids)
 
 
-def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
-    """The head at ``model.draft_init``; its sizes, layers and vocabulary map are kept.
+def continued_head(recipe: Recipe, identity: dict, embedding: torch.Tensor | None = None) -> EagleModule:
+    """The head at ``model.draft_init``, of whatever tool; its sizes, layers and vocabulary map are kept.
+
+    With ``model.draft_init_vocab: rebuild`` the map is replaced later, by :func:`rebuild_vocabulary`.
 
     Args:
-        identity: of the target, see ``Target.identity()``.
+        identity: of the target, see ``Target.identity()``; its depth tells the layers of heads that do not name them.
+        embedding: the target's, ``[V, Ht]``; a copy of it in the head's folder is left out, not trained.
 
     Raises:
         RecipeError: the recipe asks for another structure than the head has.
         CheckpointError: the head cannot be read, or is for another vocabulary or tokenizer.
     """
-    from modelopt_eagle.export import load_draft
+    from modelopt_eagle.export import ReadOptions, load_draft
+    from modelopt_eagle.export.embedding import without_copy
 
-    module = load_draft(
-        recipe.model.draft_init,
-        vocab_size=identity["vocab_size"],
-        tokenizer_hash=identity["tokenizer_hash"],
-        dtype="float32",
-    )
+    try:
+        module = load_draft(
+            recipe.model.draft_init,
+            vocab_size=identity["vocab_size"],
+            tokenizer_hash=identity["tokenizer_hash"],
+            dtype="float32",
+            options=ReadOptions(target_layers=identity["num_layers"]),
+        )
+    except CheckpointError as error:
+        if "answer with --" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{error}. The recipe has no such key: convert the head first with scripts/convert_checkpoint.py, which "
+            "takes these answers, and give its output as model.draft_init"
+        ) from error
+    module = without_copy(module, embedding)
     if module.config.target_hidden_size != identity["hidden_size"]:
         raise RecipeError(
             f"{recipe.model.draft_init} reads hidden states {module.config.target_hidden_size} wide, the target's are "
@@ -106,11 +124,10 @@ def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
             continue
         if (tuple(asked) if isinstance(asked, list) else asked) != found:
             differing.append(f"eagle.{key} is {asked}, the head has {found}")
-    if eagle.draft_vocab_size not in (None, module.config.draft_vocab_size):
-        size = module.config.draft_vocab_size
-        differing.append(f"eagle.draft_vocab_size is {eagle.draft_vocab_size}, the head keeps its map of {size}")
-    if eagle.draft_vocab_path is not None:
-        differing.append(f"eagle.draft_vocab_path is {eagle.draft_vocab_path}, the head keeps the map it has")
+    if recipe.model.draft_init_vocab == "keep":
+        differing += another_vocabulary(recipe, module.config.draft_vocab_size)
+    else:
+        given_vocabulary(recipe, identity)  # refused before features are made
     if differing:
         where = recipe.model.draft_init
         raise RecipeError(
@@ -122,6 +139,54 @@ def continued_head(recipe: Recipe, identity: dict) -> EagleModule:
     config.tokenizer_hash = config.tokenizer_hash or identity["tokenizer_hash"]
     config.extra = {**config.extra, "template_hash": identity["template_hash"]}
     return module
+
+
+def another_vocabulary(recipe: Recipe, size: int) -> list[str]:
+    """What the recipe asks of the vocabulary and a head that keeps its map of ``size`` tokens does not have."""
+    eagle, found = recipe.eagle, []
+    mends = " (model.draft_init_vocab: rebuild makes a new one)"
+    if eagle.draft_vocab_size not in (None, size):
+        found.append(f"eagle.draft_vocab_size is {eagle.draft_vocab_size}, the head keeps its map of {size}{mends}")
+    if eagle.draft_vocab_path is not None:
+        found.append(f"eagle.draft_vocab_path is {eagle.draft_vocab_path}, the head keeps the map it has{mends}")
+    return found
+
+
+def rebuild_vocabulary(recipe: Recipe, head: EagleModule, tables, data: RunData) -> tuple[EagleModule, str]:
+    """A continued head with a vocabulary chosen as for a new one, and a line about it.
+
+    Args:
+        tables: a ``Target`` or ``TargetTables``.
+        data: gives the token counts.
+
+    Raises:
+        EagleError: see :func:`choose_vocabulary`.
+    """
+    vocab, line = choose_vocabulary(recipe, tables, data)
+    moved, carried = with_vocabulary(head, vocab)
+    new = vocab.size - carried
+    return moved, f"{line}; rebuilt: {carried} rows of {recipe.model.draft_init} moved with their tokens, {new} are new"
+
+
+@torch.no_grad()
+def with_vocabulary(head: EagleModule, vocab: DraftVocab) -> tuple[EagleModule, int]:
+    """The head under another map: a token that both maps hold keeps its row of ``lm_head``, under its new draft id.
+
+    A token that is new starts with the mean of the old rows, so with a logit in the middle of the others.
+
+    Returns:
+        The head, and how many rows were carried over.
+    """
+    before = head.vocab.to_draft(vocab.target_ids.to(head.d2t.device))  # [Vd] old draft ids, -1: not inside
+    kept = before >= 0
+    weight = head.lm_head.weight
+    rows = torch.where(kept[:, None], weight[before.clamp(min=0)], weight.mean(0, keepdim=True))  # [Vd,H]
+    config = dataclasses.replace(head.config, draft_vocab_size=vocab.size)
+    with torch.random.fork_rng(devices=[]):  # the initial numbers are thrown away
+        moved = EagleModule(config, vocab)
+    state = {**head.state_dict(), "lm_head.weight": rows, "d2t": vocab.d2t.cpu(), "t2d": vocab.t2d.cpu()}
+    moved.load_state_dict(state, assign=True)
+    return moved, int(kept.sum())
 
 
 def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> tuple[DraftVocab, str]:

@@ -17,7 +17,7 @@ from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import load_target, load_target_tables
 
 from .checkpoint import RECIPE, STATE, CheckpointFolder
-from .heads import check_head, continued_head, new_head
+from .heads import check_head, continued_head, new_head, rebuild_vocabulary
 from .own_share import own_share, own_share_line
 from .sources import from_store, from_target
 from .step import TeacherTables, TrainingStep
@@ -126,7 +126,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     else:
         target = load_target(**arguments)
         embedding, config = target.embedding.weight, target.config
-    head = continued_head(recipe, target.identity()) if recipe.model.draft_init is not None else None
+    head = continued_head(recipe, target.identity(), embedding) if recipe.model.draft_init is not None else None
     ids = layer_ids(recipe, config, head)
     identity = target.identity()
     say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "
@@ -152,6 +152,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
     step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
     frozen = 0 if offline else sum(p.numel() for p in target.model.parameters())
+        if recipe.model.draft_init_vocab == "rebuild":
+            head, vocabulary = rebuild_vocabulary(recipe, head, target, data)
     header = [*data.header, own_share_line(own_share(data.train)), vocabulary, *head_lines(head, frozen)]
     for line in header[len(data.header) :]:
         say(line)

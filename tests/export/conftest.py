@@ -1,9 +1,14 @@
 """Heads that are built in a moment: width 32 for a target of width 32 and 64 tokens."""
 
+from importlib.util import find_spec
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+
+collect_ignore = [] if find_spec("speculators") else ["test_speculators.py"]
 
 SIZES = dict(
     hidden_size=32, target_hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
@@ -33,6 +38,13 @@ def build_head(seed=0, **overrides) -> EagleModule:
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
     return module
+
+
+def stand_in_tables(config, seed=1, num_layers=8):
+    """The part of a target's tables that conversion and export read."""
+    table = torch.randn(config.vocab_size, config.target_hidden_size, generator=torch.Generator().manual_seed(seed))
+    identity = {"model": "someone/target", "num_layers": num_layers, "vocab_size": config.vocab_size}
+    return SimpleNamespace(embedding_weight=table, identity=lambda: identity)
 
 
 @pytest.fixture

@@ -16,99 +16,73 @@ from modelopt_eagle.export import (
     load_draft,
     read_head,
 )
+from modelopt_eagle.export.embedding import with_own_embedding
 from modelopt_eagle.export.probe import probe
 
-from .conftest import LATENT, build_head
+from .conftest import LATENT, build_head, stand_in_tables
+from .foreign import TOOLS, foreign
 
-LAYER = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048, "rope_theta": 5e4, "rope_scaling": None, "torch_dtype": "float32",
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-SPECULATORS_OUTER = {
-    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 16,
-    "speculators_config": {"algorithm": "eagle3",
-                           "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-                           "verifier": {"name_or_path": "someone/target"}},
-}  # fmt: skip
+EMBEDDED = ("eagle", "speculators")  # write the target's embedding along
 EIGHT_LAYERS = ReadOptions(target_layers=8)  # their usual three outputs: 1, 3, 4
 
 
-def as_midlayer(state):
-    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in state.items()}
-
-
-def write(folder, tensors, config, kind="safetensors"):
-    folder.mkdir()
-    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    (folder / "config.json").write_text(json.dumps(config))
-    if kind == "safetensors":
-        save_file(tensors, folder / "model.safetensors")
-    elif kind == "bin":
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        names = sorted(tensors)
-        parts = {f"model-0000{i + 1}-of-00002.safetensors": names[i::2] for i in range(2)}
-        for file, held in parts.items():
-            save_file({name: tensors[name] for name in held}, folder / file)
-        index = {"metadata": {}, "weight_map": {name: file for file, held in parts.items() for name in held}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
-def foreign(tool, head, folder, kind="safetensors"):
-    """Write ``head`` the way ``tool`` does."""
-    state = dict(head.state_dict())
-    if tool == "eagle":  # SafeAILab: a frozen copy of the target's table, no ids
-        state["embed_tokens.weight"] = torch.randn(64, 32)
-        config = {**LAYER, "architectures": ["LlamaForCausalLM"], "draft_vocab_size": 16}
-        return write(folder, as_midlayer(state), config, kind)
-    if tool == "specforge":
-        nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
-        config = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 16, "eagle_config": nested}
-        return write(folder, as_midlayer(state), config, kind)
-    if tool == "modelopt":  # no t2d, ids nested
-        nested = {
-            "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
-            "use_aux_hidden_state": True,
-            "next_layer_regular": True,
-        }
-        config = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 16, "eagle_config": nested}
-        del state["t2d"]
-        return write(folder, state, config, kind)
-    config = {**SPECULATORS_OUTER, "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
-              "transformer_layer_config": LAYER}  # fmt: skip
-    state.update({"verifier_norm.weight": torch.ones(32), "verifier_lm_head.weight": torch.randn(16, 32)})
-    return write(folder, state, config, kind)
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])
-@pytest.mark.parametrize("tool", ["eagle", "specforge", "modelopt", "speculators"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_reads_each_tools_head(tmp_path, head, tool, kind):
     folder = foreign(tool, head, tmp_path / tool, kind)
     loaded = read_head(folder, options=EIGHT_LAYERS)
     assert loaded.layout == tool and loaded.config.aux_layer_ids == (1, 3, 4)
     assert torch.equal(loaded.module.d2t, head.d2t) and torch.equal(loaded.module.t2d, head.t2d)
-    assert loaded.config.rope_theta == 5e4 and loaded.config.own_embedding == (tool == "eagle")
+    assert loaded.config.rope_theta == 5e4 and loaded.config.own_embedding == (tool in EMBEDDED)
     for name, tensor in head.state_dict().items():
         assert torch.equal(loaded.module.state_dict()[name], tensor), name
-    if tool != "eagle":
-        assert torch.equal(probe(loaded.module), probe(head))
+    plain = with_own_embedding(loaded.module, None)  # the table that two of the tools write along
+    assert torch.equal(probe(plain), probe(head))
     assert bool(loaded.left_out) == (tool == "speculators")
 
 
-@pytest.mark.parametrize("tool", ["eagle", "specforge", "modelopt", "speculators"])
+@pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("to", ["universal", "speculators", "eagle"])
 def test_converts_every_layout_into_every_other(tmp_path, head, tool, to):
     folder = foreign(tool, head, tmp_path / "in")
-    report = convert_checkpoint(folder, tmp_path / "out", to, options=EIGHT_LAYERS)
+    target = stand_in_tables(head.config)
+    report = convert_checkpoint(folder, tmp_path / "out", to, options=EIGHT_LAYERS, target=target)
     assert report.logits_difference == 0.0
     again = read_head(tmp_path / "out", options=EIGHT_LAYERS)
-    assert again.layout == to
+    assert again.layout == to and again.config.own_embedding == (tool in EMBEDDED or to == "speculators")
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.module.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tool", EMBEDDED)
+def test_a_copy_of_the_targets_embedding_is_left_out(tmp_path, head, tool, rounded):
+    """Engines that share the table would otherwise be said to replace it, and training would learn it."""
+    target = stand_in_tables(head.config)
+    folder = foreign(tool, head, tmp_path / "in", table=target.embedding_weight.to(rounded).float())
+    assert read_head(folder, options=EIGHT_LAYERS).config.own_embedding
+    report = convert_checkpoint(folder, tmp_path / "out", options=EIGHT_LAYERS, target=target)
+    assert not load_draft(tmp_path / "out").config.own_embedding and "left out" in report.notes[0]
+    other = stand_in_tables(head.config, seed=2)
+    report = convert_checkpoint(folder, tmp_path / "other", options=EIGHT_LAYERS, target=other)
+    assert load_draft(tmp_path / "other").config.own_embedding
+    assert any("target's embedding in place of" in note for note in report.notes)
+
+
+def test_a_speculators_folder_holds_the_embedding_of_its_target(tmp_path, head):
+    """speculators leaves a table that is not in the folder uninitialised."""
+    export_checkpoint(head, None, tmp_path / "in")
+    with pytest.raises(ExportError, match="which target"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", "speculators")
+    assert not (tmp_path / "out").exists()
+    target = stand_in_tables(head.config)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", "speculators", target=target)
+    assert torch.equal(load_draft(tmp_path / "out").embed_tokens.weight, target.embedding_weight)
+    convert_checkpoint(tmp_path / "out", tmp_path / "back", target=target)
+    assert load_draft(tmp_path / "back").config.own_embedding is False
+    target.embedding_weight = target.embedding_weight[:60]
+    with pytest.raises(ExportError, match="another target"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "small", "speculators", target=target)
 
 
 def test_the_target_says_how_many_layers_it_has(tmp_path, head):
@@ -310,8 +284,11 @@ def test_speculators_folder_keeps_every_flag(tmp_path):
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         head = build_head(**{flag: True}, num_hidden_layers=2, attention_bias=True)
         export_checkpoint(head, None, tmp_path / flag / "universal")
-        convert_checkpoint(tmp_path / flag / "universal", tmp_path / flag / "speculators", "speculators")
-        loaded = load_draft(tmp_path / flag / "speculators")
+        convert_checkpoint(
+            tmp_path / flag / "universal", tmp_path / flag / "speculators", "speculators",
+            target=stand_in_tables(head.config),
+        )  # fmt: skip
+        loaded = with_own_embedding(load_draft(tmp_path / flag / "speculators"), None)
         assert getattr(loaded.config, flag) and torch.equal(probe(loaded), probe(head))
         names = load_file(tmp_path / flag / "speculators/model.safetensors")
         assert "layers.1.hidden_norm.weight" not in names and "layers.0.hidden_norm.weight" in names
@@ -326,7 +303,7 @@ def test_inspection_tells_the_kind_of_map_and_the_layout(tmp_path, head):
     kinds = [inspect_checkpoint(folder).map for folder in (reduced, tmp_path / "full", missing)]
     assert kinds == ["reduced", "identity", "missing"]
     assert inspect_checkpoint(missing).problem and "holds no d2t" in inspect_checkpoint(missing).text()
-    for tool in ("eagle", "specforge", "modelopt", "speculators"):
+    for tool in TOOLS:
         assert inspect_checkpoint(foreign(tool, head, tmp_path / f"as-{tool}")).layout == tool
     found = inspect_checkpoint(reduced)
     assert found.engines["sglang"] == [] and "default triple" in found.engines["vllm"][0]
