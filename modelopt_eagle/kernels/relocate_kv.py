@@ -151,15 +151,32 @@ def check_path(view, nodes, num_accepted, lengths, block_table, window) -> None:
     )
     last = torch.where(used, nodes, 0).amax(1)  # [B]
     require(bool((lengths >= 0).all()), f"lengths must not be negative, found {lengths.tolist()}")
-    if window:
-        require(window <= view.shape[1] or block_table is not None, f"window {window} exceeds the cache's places")
-        require(bool((last < window).all()), f"window must exceed the path's nodes, found {window} for {last.tolist()}")
-        return
-    room = view.shape[1] if block_table is None else view.shape[1] * block_table.shape[1]
     end = torch.where(used.any(1), lengths + last + 1, 0)  # [B]
+    room = view.shape[1] if block_table is None else view.shape[1] * block_table.shape[1]
+    if window:
+        require(window <= room, f"window {window} exceeds the {room} places of a row")
+        require(bool((last < window).all()), f"window must exceed the path's nodes, found {window} for {last.tolist()}")
+        end = end.clamp(max=window)
     require(
         bool((end <= room).all()),
         f"cache too short: the accepted paths end at {end.tolist()}, a row holds {room} positions",
+    )
+    if block_table is not None:
+        check_blocks(view, nodes, used, lengths, block_table, window)
+
+
+def check_blocks(view, nodes, used, lengths, block_table, window) -> None:
+    """Raise DecodingError if a move reads or writes a logical block that stands for no block (such as -1)."""
+    step = torch.arange(nodes.shape[1], device=nodes.device)  # [D+1]
+    moved = (used & (nodes != step)).repeat(1, 2)  # [B,2(D+1)]
+    first = lengths.long()[:, None]  # [B,1]
+    places = torch.where(moved, torch.cat([first + nodes, first + step.expand(nodes.shape)], dim=1), 0)
+    entries = block_table.long().gather(1, (places % window if window else places) // view.shape[1])
+    wrong = moved & ((entries < 0) | (entries >= view.shape[0]))
+    require(
+        not bool(wrong.any()),
+        f"block_table must name blocks from 0 to {view.shape[0] - 1} where rows are moved, "
+        f"found {entries[wrong].unique().tolist()}",
     )
 
 

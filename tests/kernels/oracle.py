@@ -58,3 +58,60 @@ def walk(tree_fields: dict, predict: list[int], depth: int) -> tuple[int, list[i
         out.append(predict[node])
     padding = [-1] * (depth + 1 - len(path))
     return len(path) - 1, path + padding, out + padding
+
+
+def children(tree_fields: dict, node: int) -> list[int]:
+    """Children of a node in sibling order, over the links."""
+    found, child = [], tree_fields["first_child"][node]
+    while child != -1:
+        found.append(child)
+        child = tree_fields["next_sibling"][child]
+    return found
+
+
+def draw(masses: list[float], uniform: float) -> int:
+    """First token whose cumulated mass exceeds ``uniform`` times the row's mass; the last one with mass, else -1."""
+    goal, cumulated = uniform * sum(masses), 0.0
+    for token, mass in enumerate(masses):
+        cumulated += mass
+        if mass > 0 and cumulated > goal:
+            return token
+    return max((token for token, mass in enumerate(masses) if mass > 0), default=-1)
+
+
+def sample(tree_fields: dict, probs: list[list[float]], uniforms: list[float], depth: int, valid: bool):
+    """The walk of ``sample_and_match`` for one row: number accepted, path and emitted tokens, -1 padded."""
+    node, path, out = 0, [0], [draw(probs[0], uniforms[0])]
+    while valid:
+        match = [child for child in children(tree_fields, node) if tree_fields["tokens"][child] == out[-1]]
+        if not match:
+            break
+        node = match[0]
+        path.append(node)
+        out.append(draw(probs[node], uniforms[len(path) - 1]))
+    padding = [-1] * (depth + 1 - len(path))
+    return len(path) - 1, path + padding, out + padding
+
+
+def toss(tree_fields: dict, probs: list[list[float]], coins: list[float], last: float, depth: int, valid: bool):
+    """The walk of ``reject_target_only`` for one row, results as of ``sample``."""
+    node, path, out, rest = 0, [0], [], []
+    while valid and len(path) <= depth:
+        cumulated, taken = 0.0, None
+        for child in children(tree_fields, node):
+            mass = probs[node][tree_fields["tokens"][child]]
+            cumulated += mass
+            if mass > 0 and coins[len(path) - 1] < cumulated:
+                taken = child
+                break
+        if taken is None:
+            break
+        node = taken
+        path.append(node)
+        out.append(tree_fields["tokens"][node])
+    rest = list(probs[node])
+    for child in children(tree_fields, node) if valid else []:
+        rest[tree_fields["tokens"][child]] = 0.0
+    out.append(draw(rest if any(rest) else probs[node], last))
+    padding = [-1] * (depth + 1 - len(path))
+    return len(path) - 1, path + padding, out + padding

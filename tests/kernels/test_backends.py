@@ -38,7 +38,7 @@ def interpreted() -> dict[str, list[str]]:
     process = run_python(*command, TRITON_INTERPRET="1")
     assert process.stdout, process.stderr
     report = json.loads(process.stdout)
-    assert report["cases"] == CASES
+    assert report["cases"] == CASES and CASES * len(report["failures"]) >= 200
     return report["failures"]
 
 

@@ -70,6 +70,35 @@ def test_a_ring_wraps_around():
     assert ring.flatten().tolist() == [2.0, 1.0, 2.0, 3.0, 4.0, 0.0]
 
 
+def test_a_paged_ring_wraps_around_within_its_blocks():
+    """A sliding layer of an engine: the window lies in blocks, and the table says where they are."""
+    cache = torch.arange(18.0).view(6, 3, 1)
+    table = torch.tensor([[4, 1]])  # places 0..2 in block 4, 3..5 in block 1
+    ring = torch.cat([cache[4], cache[1]]).view(1, 1, 6, 1)
+    path, count, length = torch.tensor([[0, 2, 4]]), torch.tensor([2]), torch.tensor([10])
+    relocate_kv(ring, path, count, length, window=6)
+    relocate_kv(cache, path, count, length, block_table=table, window=6)
+    assert torch.equal(torch.cat([cache[4], cache[1]]).flatten(), ring.flatten())
+    assert torch.equal(cache[[0, 2, 3, 5]].flatten(), torch.arange(18.0).view(6, 3)[[0, 2, 3, 5]].flatten())
+
+
+def test_tables_that_name_no_block_are_refused_where_rows_move():
+    cache = torch.randn(9, 4, 2, 3)
+    for table, options, message in [
+        ([[7, -1, 0], [5, 1, 3], [4, 8, 6]], {}, r"from 0 to 8 where rows are moved, found \[-1\]"),
+        ([[7, 2, 9], [5, 1, 3], [4, 8, 6]], {}, r"found \[9\]"),
+        ([[7, 1], [5, 2], [4, 3]], {}, r"end at \[10, 5, 4\], a row holds 8 positions"),
+        ([[7], [5], [4]], {"window": 8}, "window 8 exceeds the 4 places of a row"),
+    ]:
+        before = cache.clone()
+        with pytest.raises(DecodingError, match=message):
+            relocate_kv(cache, NODES, COUNTS, LENGTHS, block_table=torch.tensor(table), **options)
+        assert torch.equal(cache, before)
+    unused = torch.tensor([[-1, 2, 1], [-1, -1, 3], [4, -1, 6]])  # a table may have holes where nothing moves
+    relocate_kv(cache, NODES, COUNTS, LENGTHS, block_table=unused)
+    assert torch.equal(cache[1, 2], before[1, 2]) and torch.equal(cache[2, 2], before[1, 1])
+
+
 def test_keys_and_values_move_in_one_call_and_share_nothing():
     keys, values = torch.randn(3, 2, 12, 4), torch.randn(3, 1, 12, 8)
     alone = keys.clone()
