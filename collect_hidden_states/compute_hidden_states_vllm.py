@@ -8,8 +8,9 @@ from command_line import build_parser, parse_layers, read_generation_config, run
 def open_back_end(args):
     """Start the engine; norm and head are read from the target's files."""
     from modelopt_eagle.features.dump import EngineBackEnd
-    from modelopt_eagle.features.vllm_engine import VllmFeatures
+    from modelopt_eagle.features.vllm_engine import VllmFeatures, context_length
     from modelopt_eagle.target import check_layer_ids, default_layer_ids, load_target_tables
+    from modelopt_eagle.target.load import resolve
 
     tables = load_target_tables(
         args.model,
@@ -28,11 +29,11 @@ def open_back_end(args):
         nonlocal engine
         if engine is None:  # only when there is a row to make
             engine = VllmFeatures(
-                args.model,
+                str(resolve(args.model)),
                 ids,
                 layers,
                 dtype=args.target_dtype,
-                max_length=args.max_length,
+                context=context_length(tables.config, args.max_length),
                 batch_tokens=args.batch_tokens,
                 revision=args.revision,
                 tensor_parallel_size=args.tensor_parallel,

@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 from modelopt_eagle.errors import StreamError
-from modelopt_eagle.features.stream.mailbox import check_bind
+from modelopt_eagle.features.stream.mailbox import check_bind, check_free
 
 TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 
@@ -23,18 +24,18 @@ def build_parser() -> argparse.ArgumentParser:
         "Options behind -- go to vllm serve as they are.",
     )
     parser.add_argument(
-        "--model", required=True, help="target: hub id or local folder (hf engine: also GGUF, quickstart)"
+        "--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart"
     )
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"), help="default vllm")
     parser.add_argument("--aux-layers", metavar="a,b,c", help="layers by outputs, 0-based (default 1, n//2-1, n-4)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="HTTP port, for --streaming urls (default 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port, of the url for trainers (default 8000)")
     parser.add_argument(
         "--feature-port", type=int, default=5557, help="port that states are fetched from (default 5557)"
     )
     parser.add_argument("--max-length", type=int, default=4096, help="longest row in tokens (default 4096)")
     parser.add_argument("--max-gib", type=float, default=4.0, help="memory for states not fetched yet (default 4 GiB)")
-    parser.add_argument("--dtype", default="auto", help="dtype of the target (default auto)")
+    parser.add_argument("--dtype", default="auto", help="of the target (default auto: float32 on a CPU, else its own)")
     parser.add_argument("--device", default="auto", help="hf engine: where the target runs (default auto)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="vllm engine: devices that share the target")
     parser.add_argument("--engine-python", default=sys.executable, help="the Python that has vLLM (default: this one)")
@@ -47,24 +48,43 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; it ends when the server does."""
     args = build_parser().parse_args(argv)
+    _check(args)
     token = os.environ.get(TOKEN_VARIABLE)
     check_bind(f"{args.host}:{args.port}", token)
     return _serve_vllm(args, token) if args.engine == "vllm" else _serve_target(args, token)
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        StreamError: names the option.
+    """
+    for name in ("port", "feature_port"):
+        if not 0 < getattr(args, name) < 65536:
+            raise StreamError(f"--{name.replace('_', '-')} takes a port, 1 to 65535; found {getattr(args, name)}")
+    if args.port == args.feature_port:
+        raise StreamError(f"--port and --feature-port must be two ports; found {args.port} for both")
+    for name in ("max_length", "max_gib", "tensor_parallel"):
+        if getattr(args, name) <= 0:
+            raise StreamError(f"--{name.replace('_', '-')} must be above 0; found {getattr(args, name)}")
+
+
 def vllm_command(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm serve`` that hands out the layers asked for."""
-    from modelopt_eagle.features.vllm_engine import speculative_config, transfer_config
+    from modelopt_eagle.features.vllm_engine import context_length, speculative_config, transfer_config
     from modelopt_eagle.target import check_layer_ids, default_layer_ids
     from modelopt_eagle.target.load import load_config, resolve
 
     place = resolve(args.model)
-    layers = load_config(place, args.revision).get_text_config().num_hidden_layers
+    config = load_config(place, args.revision, "--trust-remote-code" in args.engine_options).get_text_config()
+    layers = config.num_hidden_layers
     ids = check_layer_ids(_layers(args) or default_layer_ids(layers), layers)
     transfer = transfer_config(f"{args.host}:{args.feature_port}", int(args.max_gib * 2**30))
     command = [args.engine_python, "-m", "modelopt_eagle.features.vllm_serve", str(place)]
     command += ["--host", args.host, "--port", str(args.port), "--dtype", args.dtype]
-    command += ["--max-model-len", str(args.max_length + 2), "--tensor-parallel-size", str(args.tensor_parallel)]
+    command += ["--max-model-len", str(context_length(config, args.max_length))]
+    command += ["--tensor-parallel-size", str(args.tensor_parallel)]
     command += ["--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log"]
     command += ["--speculative-config", json.dumps(speculative_config(ids, layers))]
     command += ["--kv-transfer-config", json.dumps(transfer)]
@@ -80,22 +100,51 @@ def _layers(args) -> tuple[int, ...] | None:
         raise StreamError(f"--aux-layers takes numbers such as 1,14,26; found {args.aux_layers!r}") from error
 
 
+_NEEDED = ("vllm", "torch", "transformers", "safetensors", "yaml", "pydantic", "zmq")
+"""What the engine's Python must have: vLLM, and what our connector imports."""
+
+
 def _serve_vllm(args, token: str | None) -> int:
+    from modelopt_eagle.export.serving import engine_environment
+
     command = vllm_command(args)
-    if args.print:
-        print(shlex.join(command))
-        return 0
     package = str(Path(__file__).parents[2])  # vLLM's Python must find our connector
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    if args.print:
+        print(f"PYTHONPATH={shlex.quote(path)} {shlex.join(command)}")
+        return 0
+    _check_python(args.engine_python)
+    _check_ports(args)
+    environment = engine_environment(Path(args.engine_python)) | {"PYTHONPATH": path}
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        del environment["VLLM_LOGGING_LEVEL"]  # a server says what it does
     if token:
         environment["VLLM_API_KEY"] = token
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)
+
+
+def _check_python(python: str) -> None:
+    """Ask an interpreter for the packages that serving needs, without loading them.
+
+    Raises:
+        StreamError: it cannot be started, or lacks some.
+    """
+    ask = "import importlib.util as u, sys; print([n for n in sys.argv[1:] if not u.find_spec(n)])"
+    remedy = "--engine-python names the Python that has vLLM (`bash scripts/setup_vllm_cpu.sh` makes one for CPUs)"
     try:
-        os.execvpe(command[0], command, environment)
+        done = subprocess.run([python, "-c", ask, *_NEEDED], capture_output=True, text=True, check=False)
     except OSError as error:
-        raise StreamError(
-            f"cannot start {command[0]}: {error}; --engine-python names the Python that has vLLM"
-        ) from error
+        raise StreamError(f"cannot start {python}: {error}; {remedy}") from error
+    if done.returncode:
+        raise StreamError(f"{python} does not run as a Python: {done.stderr.strip()[-300:]}; {remedy}")
+    if (missing := done.stdout.strip()) != "[]":
+        raise StreamError(f"{python} lacks {missing.strip('[]')}; {remedy}")
+
+
+def _check_ports(args) -> None:
+    check_free(f"{args.host}:{args.port}", "--port")
+    check_free(f"{args.host}:{args.feature_port}", "--feature-port")
 
 
 def _serve_target(args, token: str | None) -> int:
@@ -108,6 +157,7 @@ def _serve_target(args, token: str | None) -> int:
         raise StreamError(
             "--print, --tensor-parallel and options behind -- are of the vllm engine; leave them out with hf"
         )
+    _check_ports(args)
     on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.accelerator.is_available())
     dtype = "float32" if args.dtype == "auto" and on_cpu else args.dtype
     target = load_target(args.model, dtype=dtype, device="cpu" if on_cpu else args.device, revision=args.revision)

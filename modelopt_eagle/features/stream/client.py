@@ -11,6 +11,9 @@ from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, parse_json
 
 
+TRANSPORTS = ("auto", "tcp", "shm")
+
+
 class StreamTimeout(StreamError):
     """A server that did not answer in time, or is gone; another one may be asked."""
 
@@ -21,13 +24,17 @@ class MailboxClient:
     Args:
         address: ``host:port`` of the mailbox.
         token: the shared token, or None.
-        transport: ``"tcp"`` or ``"shm"`` (same host only).
+        transport: ``"tcp"``, ``"shm"`` (same host only), or ``"auto"``: shm on loopback, and tcp if the server turns out
+            to have another ``/dev/shm`` (a container whose port is forwarded).
         timeout: seconds to wait for an answer.
     """
 
     def __init__(self, address: str, token: str | None = None, transport: str = "tcp", timeout: float = 60.0):
-        if transport not in ("tcp", "shm"):
-            raise StreamError(f"transport {transport!r} is not known; choose tcp or shm")
+        if transport not in TRANSPORTS:
+            raise StreamError(f"transport {transport!r} is not known; choose {', '.join(TRANSPORTS)}")
+        self._falls_back = transport == "auto"
+        if transport == "auto":
+            transport = "shm" if address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost", "[::1]") else "tcp"
         self.address, self._token, self._transport, self._timeout = address, token, transport, timeout
         self._zmq = require_extra("zmq", "stream")
         self._local = threading.local()
@@ -76,21 +83,45 @@ class MailboxClient:
                 file.readinto(payload)
             path.unlink()
         except OSError as error:
+            if self._falls_back:
+                self._transport = "tcp"
+                raise StreamTimeout(f"{self.address} has another {SHARED_MEMORY} ({error}): TCP from now on") from error
             raise StreamError(
                 f"cannot read shared memory {path} ({error}); if the server runs on another host, use transport tcp"
             ) from error
         return payload
 
     def _ask(self, request: dict) -> list[bytes]:
+        """Send a request; wait for its answer, but no longer than the connection lasts."""
         zmq = self._zmq
-        socket = getattr(self._local, "socket", None)
-        if socket is None:
-            socket = self._local.socket = zmq.Context.instance().socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"tcp://{self.address}")
+        if getattr(self._local, "socket", None) is None:
+            self._connect()
+        socket, monitor = self._local.socket, self._local.monitor
+        if monitor.poll(0):  # the server has gone since the last request, and may be back
+            self._disconnect()
+            self._connect()
+            socket, monitor = self._local.socket, self._local.monitor
         socket.send(json.dumps(request | {"token": self._token}).encode())
-        if not socket.poll(self._timeout * 1000):
-            socket.close()  # an answer that comes late must not be taken for the next one's
-            self._local.socket = None
-            raise StreamTimeout(f"{self.address} did not answer a {request['op']} within {self._timeout:g} s")
-        return socket.recv_multipart()
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        ready = dict(poller.poll(self._timeout * 1000))
+        if socket in ready:
+            return socket.recv_multipart()
+        self._disconnect()  # an answer that comes late must not be taken for the next one's
+        what = f"did not answer a {request['op']} within {self._timeout:g} s"
+        raise StreamTimeout(f"{self.address} {'cannot be reached, or is gone' if ready else what}")
+
+    def _connect(self) -> None:
+        zmq = self._zmq
+        socket = self._local.socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, self.address.startswith("["))
+        self._local.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        socket.connect(f"tcp://{self.address}")
+
+    def _disconnect(self) -> None:
+        self._local.socket.disable_monitor()
+        self._local.monitor.close()
+        self._local.socket.close()
+        self._local.socket = None

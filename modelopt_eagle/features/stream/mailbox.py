@@ -6,21 +6,23 @@ A trainer sends one JSON frame to the mailbox's ZeroMQ socket and gets one or tw
     → ``{"ok": true, "identity": {…}}``, what the server serves.
 ``{"op": "get", "key": …, "token": …, "transport": "tcp" | "shm", "wait": seconds}``
     → the two frames of ``stream.message``, each message once. With ``shm`` the second frame stays in ``/dev/shm`` and
-    the header says where; who fetched it deletes it.
+    the header says where; who fetched it deletes it, and the mailbox what nobody fetched in :data:`SEGMENT_LIFE`.
 
 Anything that fails is answered by ``{"ok": false, "error": …}``.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import json
 import os
 import secrets
+import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 
 from modelopt_eagle.errors import StreamError, require_extra
@@ -28,6 +30,9 @@ from modelopt_eagle.features.stream.message import FeatureMessage, encode
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PREFIX = "modelopt-eagle-"
+SEGMENT_LIFE = 300.0
+"""Seconds after which a file in shared memory is taken to be left by a trainer that was killed."""
+
 _TICK_MS = 5
 
 
@@ -57,15 +62,49 @@ BIND_PATIENCE = 2.0
 """Seconds to wait for a port that the server before has closed: ZeroMQ lets go of it a little after ``close``."""
 
 
-def _bind(zmq, socket, address: str) -> None:
+def check_free(address: str, option: str) -> None:
+    """Wait up to :data:`BIND_PATIENCE` for a port to be free.
+
+    Args:
+        address: ``host:port`` that a server will listen on.
+        option: that names the port, for the message.
+
+    Raises:
+        StreamError: something listens there, or the host is not one of this machine's.
+    """
+    host, port = address.rsplit(":", 1)
+    host = host.strip("[]")
+    until = time.monotonic() + BIND_PATIENCE
+    while True:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                return probe.bind((host, int(port)))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise StreamError(f"cannot listen on {address}: {error}; choose another by {option}") from error
+        time.sleep(0.05)
+
+
+def _delete_old_segments() -> None:
+    """Delete what a server and a trainer that were both killed left in shared memory."""
+    for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*"):
+        try:
+            if time.time() - path.stat().st_mtime > SEGMENT_LIFE:
+                path.unlink()
+        except OSError:  # another server was faster, or it is another user's
+            continue
+
+
+def _bind(zmq, listener, address: str) -> None:
     """Listen on ``host:port``; a port still held after :data:`BIND_PATIENCE` closes the socket with a StreamError."""
     until = time.monotonic() + BIND_PATIENCE
     while True:
         try:
-            return socket.bind(f"tcp://{address}")
+            return listener.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE or time.monotonic() > until:
-                socket.close()
+                listener.close()
                 raise StreamError(f"cannot listen on {address} for features: {error}; choose another port") from error
             time.sleep(0.05)
 
@@ -95,10 +134,12 @@ class Mailbox:
         self._bytes = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._segments: deque[tuple[float, Path]] = deque()  # handed out, with the time at which they are deleted
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, ":" in address.rsplit(":", 1)[0])
         _bind(zmq, self._socket, address)
+        _delete_old_segments()
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rsplit(":", 1)[1])
         self._thread = threading.Thread(target=self._serve, name="feature-mailbox", daemon=True)
         self._thread.start()
@@ -122,6 +163,7 @@ class Mailbox:
         self._stop.set()
         self._thread.join()
         self._socket.close()
+        self._delete_segments(float("inf"))
 
     def _serve(self) -> None:
         waiting: list[tuple[bytes, dict, float]] = []  # requests for messages that are not there yet
@@ -137,6 +179,12 @@ class Mailbox:
                     waiting.append((sender, request, time.monotonic() + float(request.get("wait", 0))))
             now = time.monotonic()
             waiting = [entry for entry in waiting if not self._answer(*entry, now)]
+            self._delete_segments(now)
+
+    def _delete_segments(self, now: float) -> None:
+        """Delete files in shared memory that nobody has fetched in time; those that were are gone already."""
+        while self._segments and self._segments[0][0] <= now:
+            self._segments.popleft()[1].unlink(missing_ok=True)
 
     def _parse(self, frames: list[bytes]) -> tuple[dict, str | None]:
         """The request, or the error to answer."""
@@ -180,6 +228,7 @@ class Mailbox:
                 segment.unlink(missing_ok=True)
                 self._refuse(sender, f"cannot write {len(payload)} bytes of shared memory: {error}")
                 return True
+            self._segments.append((now + SEGMENT_LIFE, segment))
             self._reply(sender, header | {"segment": segment.name})
         else:
             self._reply(sender, header, payload)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from modelopt_eagle.errors import StreamError
-from modelopt_eagle.features.stream.client import MailboxClient, StreamTimeout
+from modelopt_eagle.features.stream.client import TRANSPORTS, MailboxClient, StreamTimeout
 from modelopt_eagle.features.stream.http import CompletionsClient
 from modelopt_eagle.features.stream.message import FeatureMessage
 
@@ -37,7 +37,7 @@ class ServerPool:
         check: called with (url, identity) for the first states of every server process, so also after a restart, which
             may be with another model; raises :class:`StreamError` to refuse it.
         token: the shared token, or None.
-        transport: ``"tcp"``, ``"shm"``, or ``"auto"``: shm for servers on loopback.
+        transport: see :class:`~modelopt_eagle.features.stream.client.MailboxClient`.
         timeout: seconds after which a server that does not answer is given up for another.
         patience: seconds of failures on all servers after which the run stops.
 
@@ -57,8 +57,8 @@ class ServerPool:
     ):
         if not urls:
             raise StreamError("no feature server given: http://host:port expected")
-        if transport not in ("auto", "tcp", "shm"):
-            raise StreamError(f"transport {transport!r} is not known; choose auto, tcp or shm")
+        if transport not in TRANSPORTS:
+            raise StreamError(f"transport {transport!r} is not known; choose {', '.join(TRANSPORTS)}")
         self._servers = [_Server(CompletionsClient(url, token, timeout)) for url in urls]
         self._check, self._token, self._transport = check, token, transport
         self._timeout, self._patience = timeout, patience
@@ -114,7 +114,7 @@ class ServerPool:
         ticket = server.completions.run(token_ids)
         with server.lock:
             if server.mailbox is None or server.mailbox.address != ticket.address:
-                server.mailbox = MailboxClient(ticket.address, self._token, self._way(ticket.address), self._timeout)
+                server.mailbox = MailboxClient(ticket.address, self._token, self._transport, self._timeout)
         message = server.mailbox.fetch(ticket.key)
         with server.lock:
             if message.server != server.instance:
@@ -129,8 +129,3 @@ class ServerPool:
                 f"{len(message.token_ids)} tokens came back, or of others; is the server's vLLM one that we know?"
             )
         return message
-
-    def _way(self, address: str) -> str:
-        if self._transport != "auto":
-            return self._transport
-        return "shm" if address.rsplit(":", 1)[0] in ("127.0.0.1", "localhost", "[::1]") else "tcp"

@@ -118,14 +118,12 @@ class TargetServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self._answer(self._models)
+                self._answer(dict if self.path == "/health" else self._models, public=self.path == "/health")
 
             def do_POST(self):
                 self._answer(self._completions)
 
             def _models(self):
-                if self.path == "/health":
-                    return {}
                 if self.path != "/v1/models":
                     raise _Refused(404, f"no such path: {self.path}")
                 return {"object": "list", "data": [{"id": server._target.name, "object": "model"}]}
@@ -139,9 +137,9 @@ class TargetServer:
                 except ValueError as error:
                     raise _Refused(400, f"the request is no JSON: {error}") from error
 
-            def _answer(self, make):
+            def _answer(self, make, public=False):
                 try:
-                    if server._token and self.headers.get("Authorization") != f"Bearer {server._token}":
+                    if server._token and not public and self.headers.get("Authorization") != f"Bearer {server._token}":
                         raise _Refused(401, "wrong or missing token")
                     status, value = 200, make()
                 except _Refused as refused:
