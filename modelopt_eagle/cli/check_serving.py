@@ -21,6 +21,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--export_path", required=True, type=Path, help="the exported folder")
     parser.add_argument("--base_model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="the head as it was trained, to hold the engine against; default: the export"
+    )
     parser.add_argument("--engine", default="vllm", choices=("vllm",), help="the engine to run (default vllm)")
     parser.add_argument(
         "--engine-python",
@@ -51,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     report = check_serving(
         arguments.export_path,
         arguments.base_model,
+        checkpoint=arguments.checkpoint,
         engine=arguments.engine,
         engine_python=arguments.engine_python,
         prompts=arguments.prompts,

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,99 +15,13 @@ import torch
 
 from modelopt_eagle.errors import ExportError
 
-from .engines import PROFILES
 from .loader import load_draft
+from .serving_report import Divergence, ServingReport, left_out_line
 
 RUNNERS = {"vllm": Path(__file__).with_name("vllm_runner.py")}
 TIE = 5e-3
 """Two tokens whose target logits lie closer than this may be chosen either way by two correct implementations."""
-
-
-@dataclass
-class Divergence:
-    """A place where two greedy texts part.
-
-    Attributes:
-        prompt: which one; ``position``: of the first token that differs.
-        tokens: the two tokens, in the order of ``between``.
-        gap: how far apart the target's logits for them are; a tie if below :data:`TIE`.
-    """
-
-    prompt: str
-    between: str
-    position: int
-    tokens: tuple[int | None, int | None]
-    gap: float
-    is_tie: bool
-
-
-@dataclass
-class ServingReport:
-    """The verdict of a serving check.
-
-    Attributes:
-        passed: no ``failures``.
-        engine, engine_version, prompts, new_tokens: what was run.
-        drafts: verification steps that the engine counted.
-        acceptance_length, per_position: the engine's (accepted at least that many drafted tokens, per draft).
-        our_acceptance_length, our_per_position, our_drafts: of this toolkit's generator on the same prompts.
-        divergences: where texts part, ties among them.
-        seconds_plain, seconds_drafted, speedup: the engine's decoding time without and with the head.
-    """
-
-    passed: bool
-    engine: str
-    engine_version: str
-    prompts: int
-    new_tokens: int
-    drafts: int
-    acceptance_length: float
-    per_position: list[float]
-    our_acceptance_length: float
-    our_per_position: list[float]
-    our_drafts: int
-    seconds_plain: float
-    seconds_drafted: float
-    speedup: float
-    divergences: list[Divergence] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return asdict(self)
-
-    def table(self) -> str:
-        """The result as text, verdict last."""
-        positions = range(1, len(self.our_per_position) + 1)
-        rows = [
-            ["", "acceptance length", *(f"position {p}" for p in positions), "drafts"],
-            [f"{self.engine} {self.engine_version}", f"{self.acceptance_length:.3f}",
-             *(f"{p:.3f}" for p in self.per_position), str(self.drafts)],
-            ["this toolkit", f"{self.our_acceptance_length:.3f}", *(f"{p:.3f}" for p in self.our_per_position),
-             str(self.our_drafts)],
-        ]  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines.append(
-            f"{self.prompts} prompts, {self.new_tokens} new tokens: {self.seconds_plain:.1f} s without the head, "
-            f"{self.seconds_drafted:.1f} s with it ({self.speedup:.2f} times as fast)"
-        )
-        read = PROFILES[self.engine].version
-        if self.engine_version != read:
-            lines.append(
-                f"note: this toolkit's rules for {self.engine} are those of {read}, not of {self.engine_version}"
-            )
-        for place in self.divergences:
-            kind = "tie" if place.is_tie else "DIFFERENCE"
-            lines.append(
-                f"{kind}: prompt {place.prompt}, token {place.position}, {place.between}: {place.tokens[0]} or "
-                f"{place.tokens[1]}, logits {place.gap:.1e} apart"
-            )
-        lines += [f"failed: {failure}" for failure in self.failures]
-        lines.append(
-            "verdict: " + ("the engine serves this head as it was trained" if self.passed else "NOT SERVED RIGHT")
-        )
-        return "\n".join(lines)
+ENGINE_FOLDER = ".venv-vllm"
 
 
 def engine_environment(python: Path) -> dict[str, str]:
@@ -130,14 +43,20 @@ def engine_environment(python: Path) -> dict[str, str]:
 
 
 def find_engine_python(given: str | Path | None) -> Path:
-    """The interpreter that has the engine.
+    """The interpreter that has the engine: the one given, or that of ``setup_vllm_cpu.sh``, here or in the repository.
 
     Raises:
-        ExportError: none where it was named or where ``setup_vllm_cpu.sh`` makes it.
+        ExportError: there is none, or the set-up was not finished.
     """
-    python = Path(given) if given else Path(".venv-vllm/bin/python")
+    homes = [Path(ENGINE_FOLDER), Path(__file__).parents[2] / ENGINE_FOLDER]
+    python = Path(given) if given else next((h for h in homes if h.is_dir()), homes[0]) / "bin" / "python"
+    if (python.parent.parent / ".modelopt_eagle_begun").exists():
+        raise ExportError(f"{python.parent.parent} is half-made: run `bash scripts/setup_vllm_cpu.sh` again")
     if not python.is_file():
-        raise ExportError(f"{python} is no interpreter: make the engine's with `bash scripts/setup_vllm_cpu.sh`")
+        raise ExportError(
+            f"{python} is no interpreter: make the engine's with `bash scripts/setup_vllm_cpu.sh`, or name one that "
+            "has the engine with --engine-python"
+        )
     return python.absolute()
 
 
@@ -160,6 +79,11 @@ def run_engine(python: Path, engine: str, job: dict[str, Any], timeout: float = 
             raise ExportError(f"{engine} did not finish in {timeout:.0f} s") from error
         if done.returncode or not paths[1].is_file():
             lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+            if any(line == f"ModuleNotFoundError: No module named '{engine}'" for line in lines):
+                raise ExportError(
+                    f"{python} has no {engine}: make its environment with `bash scripts/setup_vllm_cpu.sh`, or name "
+                    "another interpreter with --engine-python"
+                )
             shown = "\n  ".join(lines[-12:])
             raise ExportError(f"{engine} failed with exit code {done.returncode}; the end of its output:\n  {shown}")
         return json.loads(paths[1].read_text(encoding="utf-8"))
@@ -203,15 +127,17 @@ def per_position(counts: list[int], drafts: int, steps: int) -> list[float]:
     return [count / drafts if drafts else 0.0 for count in counts]
 
 
-def encode_prompts(target, source: str | Path, limit: int | None, longest: int) -> tuple[list[str], list[list[int]]]:
-    """Names and token ids of the first turns, rendered by the target's chat template, those that fit.
+def encode_prompts(
+    target, source: str | Path, limit: int | None, longest: int
+) -> tuple[list[str], list[list[int]], list[str]]:
+    """First turns, rendered by the target's chat template: names and token ids of those that fit, names of the others.
 
     Raises:
         ExportError: none fits.
     """
     from modelopt_eagle.data.prompts import load_prompts
 
-    names, encoded = [], []
+    names, encoded, left_out = [], [], []
     for prompt in load_prompts(source, limit):
         messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
         messages.append({"role": "user", "content": prompt.turns[0]})
@@ -220,101 +146,158 @@ def encode_prompts(target, source: str | Path, limit: int | None, longest: int) 
         if len(ids) <= longest:
             names.append(prompt.id)
             encoded.append(ids)
+        else:
+            left_out.append(prompt.id)
     if not encoded:
         raise ExportError(f"no prompt of {source} is at most {longest} tokens long, which the target's window leaves")
-    return names, encoded
+    return names, encoded, left_out
+
+
+class ServingCheck:
+    """A target, prompts and an engine to judge heads with; the engine runs once without a head, for all of them.
+
+    Args:
+        base_model: the target, as in ``load_target``.
+        engine: ``vllm``, the one that runs on a CPU.
+        engine_python: its interpreter; default that of ``scripts/setup_vllm_cpu.sh``.
+        prompts, num_samples: what to decode, as in ``load_prompts``.
+        max_new_tokens, num_speculative_tokens: lengths of an answer and of a draft.
+        batch_size: requests decoded together, here and in the engine.
+        say: takes a line for each thing that begins.
+
+    Raises:
+        ExportError: an unknown engine, no interpreter for it, no prompt that fits the target.
+    """
+
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        engine: str = "vllm",
+        engine_python: str | Path | None = None,
+        prompts: str | Path = "quickstart",
+        num_samples: int | None = 24,
+        max_new_tokens: int = 96,
+        num_speculative_tokens: int = 3,
+        batch_size: int = 8,
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ):
+        from modelopt_eagle.target import load_target
+        from modelopt_eagle.target.load import resolve
+
+        if engine not in RUNNERS:
+            raise ExportError(f"engine {engine!r} cannot be run here; {', '.join(RUNNERS)} can")
+        self.engine, self.python, self.say = engine, find_engine_python(engine_python), say
+        self.steps, self.batch_size, self.max_new_tokens = num_speculative_tokens, batch_size, max_new_tokens
+        place = resolve(base_model)
+        self.target = load_target(base_model, dtype="float32")
+        window = int(getattr(self.target.config, "max_position_embeddings", 4096))
+        room = max_new_tokens + num_speculative_tokens + 1
+        self.names, self.prompts, self.left_out = encode_prompts(
+            self.target, prompts, num_samples, min(window, 4096) - room
+        )
+        if self.left_out:
+            say(f"note: {left_out_line(self.left_out)}")
+        self._job = {
+            "model": str(place), "prompts": self.prompts, "max_new_tokens": max_new_tokens, "dtype": "float32",
+            "num_speculative_tokens": num_speculative_tokens, "batch_size": batch_size,
+            "max_model_len": min(window, max(map(len, self.prompts)) + room),
+        }  # fmt: skip
+        self._plain: dict[str, Any] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The engine's answers without a head; run at the first call."""
+        if self._plain is None:
+            self.say(f"{self.engine} without the head")
+            self._plain = run_engine(self.python, self.engine, {**self._job, "draft": None})
+        return self._plain
+
+    def ours(self, head) -> tuple[list[list[int]], list[int], int]:
+        """This toolkit's answers with a head, the drafts that accepted at least 1, 2, … tokens, and all drafts."""
+        from modelopt_eagle.decoding.generator import PseudoSpeculativeGenerator
+
+        self.say(f"our generator: {len(self.prompts)} prompts")
+        generator = PseudoSpeculativeGenerator(self.target, head.float(), num_steps=self.steps)
+        tokens: list[list[int]] = []
+        counts, drafts = [0] * self.steps, 0
+        for start in range(0, len(self.prompts), self.batch_size):
+            output = generator.generate(
+                self.prompts[start : start + self.batch_size], max_new_tokens=self.max_new_tokens
+            )
+            tokens += output.tokens
+            drafts += output.steps
+            counts = [a + b for a, b in zip(counts, output.accepted_per_position, strict=True)]
+        return tokens, counts, drafts
+
+    def check(
+        self, export_path: str | Path, *, checkpoint: str | Path | None = None, tolerance: float = 0.01
+    ) -> ServingReport:
+        """Decode greedily in the engine, float32, with and without the head, and judge.
+
+        It passes when the engine's text with the head is the target's own (ties apart) and its acceptance at every
+        position is within ``tolerance`` of ours on the same prompts.
+
+        Args:
+            export_path: the exported folder, which the engine loads.
+            checkpoint: the head as it was trained, which our generator runs; default the exported folder. With it
+                the export is given to the engine unread, so that a fault of the export is seen in what is served.
+
+        Raises:
+            ExportError: the engine fails to start or to load the head.
+            CheckpointError: no head is there, or it is one for another target.
+        """
+        identity = self.target.identity()
+        head = load_draft(
+            checkpoint or export_path, vocab_size=identity["vocab_size"], tokenizer_hash=identity["tokenizer_hash"]
+        )
+        if not (Path(export_path) / "config.json").is_file():
+            raise ExportError(f"{export_path} holds no config.json: name the exported folder")
+        our_tokens, our_counts, our_drafts = self.ours(head)
+        plain = self.plain()
+        self.say(f"{self.engine} with the head")
+        drafted = run_engine(self.python, self.engine, {**self._job, "draft": str(Path(export_path).absolute())})
+
+        theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], self.steps)
+        ours = per_position(our_counts, our_drafts, self.steps)
+        texts = drafted["token_ids"]
+        divergences = []
+        for other, between in (
+            (plain["token_ids"], "engine without or with the head"),
+            (our_tokens, "the target or the engine with the head"),
+        ):
+            divergences += compare_texts(self.target, self.names, self.prompts, other, texts, between)
+        failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance)
+        return ServingReport(
+            passed=not failures,
+            engine=self.engine,
+            engine_version=drafted["engine_version"],
+            prompts=len(self.prompts),
+            new_tokens=sum(map(len, texts)),
+            drafts=drafted["drafts"],
+            acceptance_length=1.0 + sum(theirs),
+            per_position=theirs,
+            our_acceptance_length=1.0 + sum(ours),
+            our_per_position=ours,
+            our_drafts=our_drafts,
+            seconds_plain=plain["seconds"],
+            seconds_drafted=drafted["seconds"],
+            speedup=plain["seconds"] / drafted["seconds"],
+            divergences=divergences,
+            failures=failures,
+            left_out=self.left_out,
+        )
 
 
 def check_serving(
     export_path: str | Path,
     base_model: str,
     *,
-    engine: str = "vllm",
-    engine_python: str | Path | None = None,
-    prompts: str | Path = "quickstart",
-    num_samples: int | None = 24,
-    max_new_tokens: int = 96,
-    num_speculative_tokens: int = 3,
-    batch_size: int = 8,
+    checkpoint: str | Path | None = None,
     tolerance: float = 0.01,
-    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    **options: Any,
 ) -> ServingReport:
-    """Decode greedily in an engine, float32, with and without the head, and judge.
-
-    It passes when the engine's text with the head is the target's own (ties apart) and its acceptance at every
-    position is within ``tolerance`` of ours on the same prompts.
-
-    Args:
-        export_path: the exported folder.
-        base_model: the target, as in ``load_target``.
-        engine: ``vllm``, the one that runs on a CPU.
-        engine_python: its interpreter; default ``.venv-vllm/bin/python``.
-        prompts, num_samples: what to decode, as in ``load_prompts``.
-        batch_size: requests decoded together, here and in the engine.
-
-    Raises:
-        ExportError: the engine fails to start or to load the head; the folder does not fit the target.
-    """
-    from modelopt_eagle.decoding.generator import PseudoSpeculativeGenerator
-    from modelopt_eagle.target import load_target
-    from modelopt_eagle.target.load import resolve
-
-    if engine not in RUNNERS:
-        raise ExportError(f"engine {engine!r} cannot be run here; {', '.join(RUNNERS)} can")
-    python = find_engine_python(engine_python)
-    place = resolve(base_model)
-    target = load_target(base_model, dtype="float32")
-    identity = target.identity()
-    head = load_draft(export_path, vocab_size=identity["vocab_size"], tokenizer_hash=identity["tokenizer_hash"])
-    window = int(getattr(target.config, "max_position_embeddings", 4096))
-    longest = min(window, 4096) - max_new_tokens - num_speculative_tokens - 1
-    names, encoded = encode_prompts(target, prompts, num_samples, longest)
-
-    say(f"our generator: {len(encoded)} prompts")
-    generator = PseudoSpeculativeGenerator(target, head.float(), num_steps=num_speculative_tokens)
-    our_tokens: list[list[int]] = []
-    our_counts, our_drafts = [0] * num_speculative_tokens, 0
-    for start in range(0, len(encoded), batch_size):
-        output = generator.generate(encoded[start : start + batch_size], max_new_tokens=max_new_tokens)
-        our_tokens += output.tokens
-        our_drafts += output.steps
-        our_counts = [a + b for a, b in zip(our_counts, output.accepted_per_position, strict=True)]
-
-    job = {
-        "model": str(place), "prompts": encoded, "max_new_tokens": max_new_tokens, "dtype": "float32",
-        "num_speculative_tokens": num_speculative_tokens, "batch_size": batch_size,
-        "max_model_len": min(window, max(map(len, encoded)) + max_new_tokens + num_speculative_tokens + 1),
-    }  # fmt: skip
-    say(f"{engine} without the head")
-    plain = run_engine(python, engine, {**job, "draft": None})
-    say(f"{engine} with the head")
-    drafted = run_engine(python, engine, {**job, "draft": str(Path(export_path).absolute())})
-
-    theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], num_speculative_tokens)
-    ours = per_position(our_counts, our_drafts, num_speculative_tokens)
-    theirs_text = drafted["token_ids"]
-    divergences = compare_texts(
-        target, names, encoded, plain["token_ids"], theirs_text, "engine without or with the head"
-    ) + compare_texts(target, names, encoded, our_tokens, theirs_text, "the target or the engine with the head")
-    failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance)
-    return ServingReport(
-        passed=not failures,
-        engine=engine,
-        engine_version=drafted["engine_version"],
-        prompts=len(encoded),
-        new_tokens=sum(map(len, drafted["token_ids"])),
-        drafts=drafted["drafts"],
-        acceptance_length=1.0 + sum(theirs),
-        per_position=theirs,
-        our_acceptance_length=1.0 + sum(ours),
-        our_per_position=ours,
-        our_drafts=our_drafts,
-        seconds_plain=plain["seconds"],
-        seconds_drafted=drafted["seconds"],
-        speedup=plain["seconds"] / drafted["seconds"],
-        divergences=divergences,
-        failures=failures,
-    )
+    """One head, judged: :meth:`ServingCheck.check` of a :class:`ServingCheck` made with ``options``."""
+    return ServingCheck(base_model, **options).check(export_path, checkpoint=checkpoint, tolerance=tolerance)
 
 
 def judge(

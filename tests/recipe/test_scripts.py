@@ -176,6 +176,6 @@ def test_the_readme_names_files_and_commands_that_exist():
 
 
 def test_continuous_integration_is_the_readmes_test_command():
-    assert "bash scripts/test.sh\n" in (ROOT / "README.md").read_text()
-    assert (ROOT / ".ci" / "run").read_text().endswith("exec bash scripts/test.sh\n")
+    assert "bash scripts/test.sh --engine\n" in (ROOT / "README.md").read_text()
+    assert (ROOT / ".ci" / "run").read_text().endswith("exec bash scripts/test.sh --engine\n")
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
