@@ -140,6 +140,20 @@ def test_arguments_reach_pytest(copy):
     assert out.startswith("<-m><pytest>") and out.endswith("<tests/recipe><-k><a or b>\n")
 
 
+def test_engine_tests_are_asked_for(copy):
+    script = copy / "scripts" / "setup_vllm_cpu.sh"
+    script.write_text(f"echo engine >> '{copy.parent / 'log'}'; echo python; echo said >&2\n")
+    run(copy, "scripts/test.sh")
+    assert "engine" not in log(copy)
+    for first in (["--engine"], ["--engine", "--python-env", "current"], ["--python-env=current", "--engine"]):
+        code, out, err = run(copy, "scripts/test.sh", *first, "-k", "a b")
+        assert code == 0 and out.count("\n") == 1 and out.endswith("<--engine><-k><a b>\n") and "said" in err
+        assert log(copy) == ["engine"]
+    script.write_text("exit 2\n")
+    code, out, err = run(copy, "scripts/test.sh", "--engine")
+    assert code == 2 and out == ""
+
+
 def test_the_active_environment_is_checked():
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(ROOT / "scripts" / "setup_env.sh"), "--python-env", "current"]
