@@ -8,6 +8,8 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureRow, predicting_positions
+from modelopt_eagle.features.pictures import has_images, picture_states
+from modelopt_eagle.features.prefix import CommonPrefix, find_common_prefix
 
 HEAD_CHUNK_BYTES = 64 * 2**20
 """Logits of one chunk of positions stay below this, so ``[B,S,V]`` never exists."""
@@ -56,17 +58,23 @@ def teacher_predictions(head, final_hidden: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def compute_features(
-    target, rows: Sequence, aux_layer_ids: Sequence[int], *, gradient: bool = False
+    target,
+    rows: Sequence,
+    aux_layer_ids: Sequence[int],
+    *,
+    prefix: CommonPrefix | None = None,
+    gradient: bool = False,
 ) -> list[FeatureRow]:
     """Features of some rows by one forward of the target, right-padded to the longest.
 
     Padding stands after every real token and is masked, so that a causal target gives each row the values it would
-    have alone.
+    have alone. Rows with images are run one by one.
 
     Args:
         target: a loaded :class:`~modelopt_eagle.target.Target`.
         rows: tokenised rows with ``id, category, input_ids, supervised``.
         aux_layer_ids: canonical layer ids.
+        prefix: tokens that all rows begin with, run already.
         gradient: keep the graph of the states, through which a gradient reaches the adapters of the target.
 
     Returns:
@@ -75,20 +83,41 @@ def compute_features(
     Raises:
         FeatureError: a state that is not finite.
     """
-    longest = max(len(row.input_ids) for row in rows)
+    if any(map(has_images, rows)):
+        return _with_pictures(target, rows, aux_layer_ids, prefix, gradient)
+    begun = 0 if prefix is None else len(prefix)
+    longest = max(len(row.input_ids) for row in rows) - begun
     ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
     mask = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
     for b, row in enumerate(rows):
-        ids[b, : len(row.input_ids)] = torch.as_tensor(row.input_ids)
-        mask[b, : len(row.input_ids)] = 1
+        ids[b, : len(row.input_ids) - begun] = torch.as_tensor(row.input_ids[begun:])
+        mask[b, : len(row.input_ids) - begun] = 1
     ids, mask = ids.to(target.device), mask.to(target.device)
-    output = target.features(ids, None if bool(mask.all()) else mask, aux_layer_ids, gradient=gradient)
+    padding = None if bool(mask.all()) else mask
+    if prefix is None:
+        output = target.features(ids, padding, aux_layer_ids, gradient=gradient)
+    else:
+        output = prefix.features(ids, padding)
     result = []
     for b, row in enumerate(rows):
-        s = len(row.input_ids)
+        s = len(row.input_ids) - begun
         aux, final = output.aux_hidden[b, :s].clone(), output.final_hidden[b, :s].clone()  # [s,A*Ht], [s,Ht]
+        if prefix is not None:
+            aux, final = torch.cat([prefix.aux_hidden, aux]), torch.cat([prefix.final_hidden, final])
         result.append(finish_row(row, aux, final, None, target.head))
     return result
+
+
+def _with_pictures(target, rows: Sequence, aux_layer_ids, prefix, gradient: bool) -> list[FeatureRow]:
+    """The same for rows of which some have images."""
+    texts = [row for row in rows if not has_images(row)]
+    made = iter(compute_features(target, texts, aux_layer_ids, prefix=prefix, gradient=gradient) if texts else ())
+    return [
+        finish_row(row, *picture_states(target, row, aux_layer_ids, gradient), None, target.head)
+        if has_images(row)
+        else next(made)
+        for row in rows
+    ]
 
 
 @torch.no_grad()
@@ -126,10 +155,14 @@ def finish_row(row, aux_hidden: torch.Tensor, final_hidden: torch.Tensor, final_
 def compute_rows(
     target, rows: Sequence, aux_layer_ids: Sequence[int], batch_tokens: int = 4096
 ) -> Iterator[tuple[int, FeatureRow]]:
-    """Features of all rows, in batches of similar length, longest first.
+    """Features of all rows, in batches of similar length, longest first; what all begin with is run once.
 
     Yields:
         (number of the row in ``rows``, its features).
     """
-    for batch in length_batches([len(row.input_ids) for row in rows], batch_tokens):
-        yield from zip(batch, compute_features(target, [rows[i] for i in batch], aux_layer_ids), strict=True)
+    texts = [row for row in rows if not has_images(row)]
+    prefix = find_common_prefix(target, texts, aux_layer_ids) if texts else None
+    begun = 0 if prefix is None else len(prefix)
+    for batch in length_batches([len(row.input_ids) - begun for row in rows], batch_tokens):
+        made = compute_features(target, [rows[i] for i in batch], aux_layer_ids, prefix=prefix)
+        yield from zip(batch, made, strict=True)
