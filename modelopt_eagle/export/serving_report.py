@@ -13,7 +13,7 @@ TELLING = 0.05
 
 def left_out_line(names: list[str]) -> str:
     """What is said of prompts that do not fit."""
-    return f"{len(names)} prompts are too long for the window and were left out: {', '.join(names[:4])}" + (
+    return f"{len(names)} of the prompts, too long for the window, left out: {', '.join(names[:4])}" + (
         ", ..." if len(names) > 4 else ""
     )
 

@@ -1,6 +1,7 @@
 """The serving check's judgement, with a stand-in for the engine: a script that answers what it is told to."""
 
 import json
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint
 from modelopt_eagle.export.serving import (
     RUNNERS,
+    ServingCheck,
     check_serving,
     engine_environment,
+    find_engine_python,
     first_difference,
     judge,
     per_position,
@@ -29,6 +32,7 @@ import json, sys
 job = json.load(open(sys.argv[2]))
 answers = json.load(open({answers!r}))
 assert job["dtype"] == "float32" and job["num_speculative_tokens"] == 3, job
+open({answers!r} + ".log", "a").write(f"{{job['draft']}}\\n")
 if answers.get("crash"):
     print("the engine could not allocate its cache")
     sys.exit(3)
@@ -66,6 +70,7 @@ def served(tmp_path_factory):
 
 def engine(root, answers) -> Path:
     (root / "answers.json").write_text(json.dumps(answers))
+    (root / "answers.json.log").write_text("")
     script = root / "engine"
     script.write_text(STAND_IN.format(python=sys.executable, answers=str(root / "answers.json")))
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
@@ -137,6 +142,84 @@ def test_a_head_of_another_tokenizer_is_refused_before_the_engine_starts(served,
         check_serving(tmp_path / "other", str(root / "target"), engine_python=engine(root, answers))
 
 
+def test_a_head_of_another_vocabulary_or_no_head_is_refused(served, tmp_path):
+    root, answers = served
+    export_checkpoint(build_head(tokenizer_hash=None), None, tmp_path / "small")
+    for export, options, error, words in (
+        (tmp_path / "small", {}, CheckpointError, "vocabulary of 64 tokens, the target has 256"),
+        (tmp_path / "nowhere", {}, CheckpointError, "nowhere"),
+        (tmp_path / "nowhere", {"checkpoint": root / "export"}, ExportError, "holds no config.json"),
+    ):
+        with pytest.raises(error, match=words):
+            check_serving(
+                export, str(root / "target"), engine_python=engine(root, answers), say=lambda line: None, **options
+            )
+    assert (root / "answers.json.log").read_text() == ""  # the engine was never started
+
+
+def test_the_run_without_a_head_serves_several_heads(served):
+    root, answers = served
+    check = ServingCheck(
+        str(root / "target"), engine_python=engine(root, answers), prompts=root / "prompts.jsonl", max_new_tokens=12,
+        say=lambda line: None,
+    )  # fmt: skip
+    assert check.check(root / "export").passed and check.check(root / "export").passed
+    assert (root / "answers.json.log").read_text().splitlines() == ["None", *[str(root / "export")] * 2]
+
+
+def test_an_export_is_held_against_the_checkpoint(served, tmp_path):
+    """The engine gets the folder as it is; ours is the head as trained, so a fault of the export is seen."""
+    root, answers = served
+    folder = shutil.copytree(root / "export", tmp_path / "edited")
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
+    (folder / "config.json").write_text(json.dumps(config))
+    wrong = changed(answers, accepted_per_position=[0, 0, 0], drafts=30)
+    options = {"engine_python": engine(root, wrong), "prompts": root / "prompts.jsonl", "say": lambda line: None}
+    with pytest.raises(CheckpointError, match="which were captured in training"):
+        check_serving(folder, str(root / "target"), max_new_tokens=12, **options)
+    report = check_serving(
+        folder, str(root / "target"), max_new_tokens=12, checkpoint=root / "export", tolerance=0.0, **options
+    )
+    assert (root / "answers.json.log").read_text().splitlines()[-1] == str(folder)
+    first = report.our_per_position[0]
+    assert report.our_drafts == answers["plain"]["drafts"] and report.passed == (first == 0)
+
+
+def test_prompts_that_do_not_fit_are_named(served, tmp_path):
+    root, answers = served
+    rows = [json.loads(line) for line in (root / "prompts.jsonl").read_text().splitlines()]
+    rows.append({"id": "endless", "category": "all", "turns": ["word " * 2000]})
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = []
+    report = check_serving(
+        root / "export", str(root / "target"), engine_python=engine(root, answers), prompts=tmp_path / "prompts.jsonl",
+        max_new_tokens=12, say=said.append,
+    )  # fmt: skip
+    line = "1 of the prompts, too long for the window, left out: endless"
+    assert report.left_out == ["endless"] and report.prompts == 3 and line in said[0] and line in report.table()
+
+
+def test_an_interpreter_without_the_engine_or_half_an_environment_is_named(served, tmp_path, monkeypatch):
+    root, _ = served
+    with pytest.raises(ExportError, match="has no vllm: make its environment with .*setup_vllm_cpu.sh"):
+        check_serving(
+            root / "export", str(root / "target"), engine_python=sys.executable, max_new_tokens=2,
+            prompts=root / "prompts.jsonl", say=lambda line: None,
+        )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".venv-vllm").mkdir()
+    (tmp_path / ".venv-vllm/.modelopt_eagle_begun").touch()
+    with pytest.raises(ExportError, match="half-made"):
+        find_engine_python(None)
+    (tmp_path / ".venv-vllm/.modelopt_eagle_begun").unlink()
+    with pytest.raises(ExportError, match="no interpreter"):
+        find_engine_python(None)
+    (tmp_path / ".venv-vllm/bin").mkdir()
+    (tmp_path / ".venv-vllm/bin/python").touch()
+    assert find_engine_python(None) == tmp_path / ".venv-vllm/bin/python"
+
+
 def test_the_command_prints_a_verdict_and_returns_it(served, capsys, tmp_path):
     root, answers = served
     given = ["--export_path", root / "export", "--base_model", root / "target", "--max_new_tokens", "12",
@@ -149,6 +232,11 @@ def test_the_command_prints_a_verdict_and_returns_it(served, capsys, tmp_path):
     assert run_command("check_serving", given) == 1
     assert run_command("check_serving", [*given, "--num_samples", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
+    for wrong in (["--prompts", "nowhere.jsonl"], ["--export_path", "nowhere"], ["--checkpoint", "nowhere"],
+                  ["--engine-python", "nowhere"], ["--base_model", str(root / "export")]):  # fmt: skip
+        assert run_command("check_serving", [*given, *wrong]) == 2
+        shown = capsys.readouterr()
+        assert shown.err.splitlines()[-1].startswith("error: ") and "Traceback" not in shown.err and shown.out == ""
 
 
 def test_small_parts():
@@ -180,6 +268,7 @@ class LLM:
     count = 0
     def __init__(self, **options):
         assert options["speculative_config"]["method"] == "eagle3" and options["dtype"] == "float32", options
+        assert options["max_num_batched_tokens"] > options["max_num_seqs"] * 2000 + 1, options  # no prompt in pieces
     def generate(self, prompts, sampling, use_tqdm):
         LLM.count += len(prompts)
         make = lambda prompt: N(outputs=[N(token_ids=prompt["prompt_token_ids"][:1], text="x", logprobs=None)])
@@ -197,7 +286,7 @@ def test_the_runner_counts_only_the_timed_requests(tmp_path, monkeypatch):
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    job = {"model": "m", "draft": "d", "prompts": [[5], [6]], "max_new_tokens": 1, "num_speculative_tokens": 3,
+    job = {"model": "m", "draft": "d", "prompts": [[5] * 2000, [6]], "max_new_tokens": 1, "num_speculative_tokens": 3,
            "dtype": "float32", "max_model_len": 9, "batch_size": 2}  # fmt: skip
     result = run_engine(python, "vllm", job)
     assert result["drafts"] == 2 and result["draft_tokens"] == 6 and result["accepted_per_position"] == [2, 0, 0]
