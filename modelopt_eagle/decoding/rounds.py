@@ -28,9 +28,9 @@ class Rounds:
     Both of the first return ``(tokens, accepted)``: the tokens that each row emits, and how many of them were drafted.
     """
 
-    def __init__(self, target: Target, aux_layer_ids, capacity: int, timings: Timings):
+    def __init__(self, target: Target, aux_layer_ids, capacity: int, timings: Timings, num_nodes: int = 1):
         self.target, self.timings = target, timings
-        self.runner = TargetRunner(target, aux_layer_ids, capacity)
+        self.runner = TargetRunner(target, aux_layer_ids, capacity, num_nodes)
         self.lengths: list[int] = []  # tokens of each row in the target's cache
         self._stack = ExitStack()
 
@@ -117,7 +117,7 @@ class DraftedRounds(Rounds):
         capacity: int,
         timings: Timings,
     ):
-        super().__init__(target, draft.config.aux_layer_ids, capacity, timings)
+        super().__init__(target, draft.config.aux_layer_ids, capacity, timings, plan.num_nodes)
         self.draft, self.plan = draft, plan
         self.loop = DraftLoop(draft, target.embedding, plan, batch, capacity)
         self.sees, self.depths = causal(plan.num_nodes, target.device)  # of a chain

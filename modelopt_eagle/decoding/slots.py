@@ -34,16 +34,26 @@ class TreeSlots:
         num_nodes: N, the largest tree, root included.
         topk: T of the dummy's tree.
         device: of the tensors.
+        depth: D, the longest path of a tree that is stored: what the walks over :meth:`gather`'s trees have room for,
+            whatever is in the slots, so that their shapes never change. ``None``: N - 1, which any tree fits.
 
     Raises:
         DecodingError: a size below 1.
     """
 
-    def __init__(self, slots: int, num_nodes: int, topk: int, device: torch.device | str = "cpu"):
-        for name, value in (("slots", slots), ("num_nodes", num_nodes), ("topk", topk)):
+    def __init__(
+        self,
+        slots: int,
+        num_nodes: int,
+        topk: int,
+        device: torch.device | str = "cpu",
+        depth: int | None = None,
+    ):
+        depth = max(1, num_nodes - 1) if depth is None else depth
+        for name, value in (("slots", slots), ("num_nodes", num_nodes), ("topk", topk), ("depth", depth)):
             if value < 1:
                 raise DecodingError(f"{name} must be at least 1, found {value}")
-        self.slots, self.num_nodes, self.dummy = slots, num_nodes, slots
+        self.slots, self.num_nodes, self.depth, self.dummy = slots, num_nodes, depth, slots
         self._chain = chain_tree(torch.full((1, num_nodes), -1, device=device))
         for name in FIELDS:
             line = getattr(self._chain, name)  # [1,...]
@@ -88,20 +98,23 @@ class TreeSlots:
             tree: B trees of at most N nodes.
 
         Raises:
-            DecodingError: slots not held or named twice, or a tree that is too large.
+            DecodingError: slots not held or named twice, or a tree that is too large or too deep.
         """
         self._check(slots)
         if len(set(slots)) != len(slots) or len(slots) != len(tree.tokens):
             raise DecodingError(f"one distinct slot a tree is needed: {len(tree.tokens)} trees, slots {list(slots)}")
         if tree.num_nodes > self.num_nodes:
             raise DecodingError(f"a tree of {tree.num_nodes} nodes does not fit slots of {self.num_nodes}")
+        if tree.depth_limit() > self.depth:
+            raise DecodingError(f"a tree of depth {tree.depth_limit()} does not fit slots of depth {self.depth}")
         self._put(torch.tensor(list(slots), device=self.tokens.device), tree)
 
     def gather(self, slots: Sequence[int]) -> tuple[DraftTree, Tensor]:
         """The trees of some slots as a batch, and ``tree_valid [B]``; a free slot or -1 reads as the dummy, invalid."""
         held = set(range(self.slots)) - set(self._free)
         index = torch.tensor([s if s in held else self.dummy for s in slots], device=self.tokens.device)  # [B]
-        return DraftTree(*(getattr(self, name)[index] for name in FIELDS)), self.has_tree[index] & (index != self.dummy)
+        tree = DraftTree(*(getattr(self, name)[index] for name in FIELDS), max_depth=self.depth)
+        return tree, self.has_tree[index] & (index != self.dummy)
 
     def _check(self, slots: Sequence[int]) -> None:
         wrong = [slot for slot in slots if not 0 <= slot < self.slots or slot in self._free]

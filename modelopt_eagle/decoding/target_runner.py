@@ -11,6 +11,7 @@ from torch import Tensor
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
+from .capture_buffer import CaptureBuffer
 from .masks import attention_kinds, kind_masks
 from .row_cache import RowCache
 
@@ -18,18 +19,22 @@ _KNOWN_ATTENTION = ("sdpa", "eager")
 
 
 class TargetRunner:
-    """Runs a target with a :class:`RowCache`; a context manager, as it hangs hooks on the model.
+    """Runs a target with a :class:`RowCache`; a context manager, as it changes the model's mode.
+
+    Features are captured by hooks that hang on the model during the runner's own passes only, into one buffer that is
+    allocated with the prefill: what a pass returns is overwritten by the next one.
 
     Args:
         target: the frozen target.
         aux_layer_ids: layers to capture; ``()`` or ``None``: none (plain decoding).
         capacity: slots a row.
+        num_nodes: N, most tokens of a row that :meth:`verify` reads.
 
     Raises:
         DecodingError: a target without a KV cache, or with an attention that takes no mask of ours.
     """
 
-    def __init__(self, target: Target, aux_layer_ids, capacity: int):
+    def __init__(self, target: Target, aux_layer_ids, capacity: int, num_nodes: int = 1):
         self.target, self.model = target, target.model
         self.aux_layer_ids = tuple(aux_layer_ids or ())
         parameters = inspect.signature(self.model.forward).parameters
@@ -37,18 +42,15 @@ class TargetRunner:
         self._keeps_logits = "logits_to_keep" in parameters
         self.kinds = attention_kinds(target.config)
         self.cache = RowCache(target.num_layers, capacity, alike=len(self.kinds) == 1)
-        self._captured = None
+        self.num_nodes, self.buffer = num_nodes, None
         self._stack = ExitStack()
 
     def __enter__(self) -> TargetRunner:
         self._stack.callback(self.model.train, self.model.training)
         self.model.eval()
-        if self.aux_layer_ids:
-            self._captured = self._stack.enter_context(self.target.capture(self.aux_layer_ids))
         return self
 
     def __exit__(self, *exception) -> None:
-        self._captured = None
         self._stack.close()
 
     def prefill(self, tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
@@ -62,13 +64,19 @@ class TargetRunner:
             logits ``[B, V]`` after each prompt's last token, and the captured features ``[B, P, A·Ht]``.
         """
         batch, count = tokens.shape
+        if self.aux_layer_ids:
+            self.buffer = CaptureBuffer(
+                self.target.num_layers, self.target.hidden_size, max_tokens=batch * count, max_requests=batch,
+                num_nodes=self.num_nodes, aux_layer_ids=self.aux_layer_ids, dtype=self.target.dtype,
+                device=tokens.device,
+            )  # fmt: skip
         last = torch.tensor(lengths, device=tokens.device) - 1  # [B]
         positions = torch.arange(count, device=tokens.device).expand(batch, -1)  # [B,P]
         chosen = last.unique()  # [u]
         more = {"logits_to_keep": chosen} if self._keeps_logits else {}
-        logits = self._forward(tokens, [0] * batch, None, positions, more)  # [B,u,V] or [B,P,V]
+        logits, aux = self._forward(tokens, [0] * batch, None, positions, more)  # [B,u,V] or [B,P,V]
         place = torch.searchsorted(chosen, last) if self._keeps_logits else last  # [B]
-        return logits[torch.arange(batch, device=tokens.device), place], self._aux()
+        return logits[torch.arange(batch, device=tokens.device), place], aux
 
     def verify(self, tokens: Tensor, lengths: list[int], sees: Tensor, depths: Tensor) -> tuple[Tensor, Tensor | None]:
         """Read N new tokens a row behind ``lengths``; they are written to the slots that follow, in node order.
@@ -86,14 +94,18 @@ class TargetRunner:
         if len(set(lengths)) == 1:
             positions = (depths + lengths[0]).expand(batch, -1)  # [B,N]
             if count == 1 and self.kinds == {"full_attention": None}:  # a single token sees everything
-                return self._forward(tokens, lengths, None, positions, {}), self._aux()
+                return self._forward(tokens, lengths, None, positions, {})
         else:
             positions = depths + torch.tensor(lengths, device=tokens.device)[:, None]  # [B,N]
         masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype)
-        return self._forward(tokens, lengths, masks, positions, {}), self._aux()
+        return self._forward(tokens, lengths, masks, positions, {})
 
-    def _forward(self, tokens, lengths, masks, positions, more) -> Tensor:
-        with self.cache.writing(lengths, tokens.shape[1], tokens.device):
+    def _forward(self, tokens, lengths, masks, positions, more) -> tuple[Tensor, Tensor | None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.cache.writing(lengths, tokens.shape[1], tokens.device))
+            captured = None
+            if self.buffer is not None:
+                captured = stack.enter_context(self.target.capture(self.aux_layer_ids, into=self.buffer))
             output = self.model(
                 input_ids=tokens,
                 attention_mask=masks,
@@ -102,10 +114,7 @@ class TargetRunner:
                 **{self._cache_name: self.cache},
                 **more,
             )
-        return output.logits
-
-    def _aux(self) -> Tensor | None:
-        return None if self._captured is None else self._captured.aux_hidden
+        return output.logits, None if captured is None else captured.aux_hidden
 
 
 def cache_argument(target: Target) -> str:

@@ -24,6 +24,12 @@ class LayerCapture:
         layer_ids: ascending ids of the layers, any of them including the last.
         width: Ht, which each output is checked against.
         gradient: keep the values in the graph of the forward pass, for a target with adapters.
+        into: a :class:`~modelopt_eagle.decoding.CaptureBuffer` of these layers that the values are written to, all
+            rows of a pass one after the other; without it every pass gets new memory. ``aux_hidden`` is then a view
+            of the buffer, which the next pass overwrites. Not with ``gradient``.
+        next_input: take what layer k+1 gets instead: the output of layer k with what the model adds to it before the
+            next layer. Some vision-language models (Qwen3-VL) add features of the images there, and vLLM captures
+            behind it.
     """
 
     def __init__(
@@ -33,9 +39,14 @@ class LayerCapture:
         layer_ids: Sequence[int],
         width: int,
         gradient: bool = False,
+        into=None,
+        next_input: bool = False,
     ):
-        self.layer_ids, self._gradient = tuple(layer_ids), gradient
+        if gradient and into is not None:
+            raise TargetError("values in the graph cannot be written to a fixed buffer: leave out gradient or into")
+        self.layer_ids, self._gradient, self._into = tuple(layer_ids), gradient, into
         self._backbone, self._layers, self._width = backbone, layers, width
+        self._next_input = next_input
         self._handles: list = []
         self._buffer: torch.Tensor | None = None
         self._missing = set(self.layer_ids)
@@ -43,7 +54,13 @@ class LayerCapture:
     def __enter__(self) -> LayerCapture:
         self._handles.append(self._backbone.register_forward_pre_hook(self._reset))
         for slot, layer_id in enumerate(self.layer_ids):
-            self._handles.append(self._layers[layer_id].register_forward_hook(self._hook(slot, layer_id)))
+            hook = self._hook(slot, layer_id)
+            if self._next_input and layer_id + 1 < len(self._layers):
+                self._handles.append(
+                    self._layers[layer_id + 1].register_forward_pre_hook(_input_hook(hook), with_kwargs=True)
+                )
+            else:
+                self._handles.append(self._layers[layer_id].register_forward_hook(hook))
         return self
 
     def __exit__(self, *exception) -> None:
@@ -63,19 +80,25 @@ class LayerCapture:
                 f"expected outputs of layers {list(self.layer_ids)}, but the last forward pass did not run layers "
                 f"{sorted(self._missing)}; run the model inside the `with target.capture(...)` block"
             )
-        return self._buffer
+        return self._buffer if self._into is None else self._into.read(self._rows.numel()).view(*self._rows, -1)
 
     def _reset(self, module, arguments) -> None:
         self._buffer, self._missing = None, set(self.layer_ids)
+        if self._into is not None:
+            self._into.begin()
 
     def _hook(self, slot: int, layer_id: int):
         def hook(module, arguments, output) -> None:
             hidden = self._hidden(output, layer_id)  # [B,S,Ht]
+            self._missing.discard(layer_id)
+            if self._into is not None:
+                self._rows = hidden.shape[:-1]
+                self._into.write(layer_id, hidden.flatten(0, 1), self._rows.numel())
+                return
             if self._buffer is None:
                 shape = (*hidden.shape[:-1], len(self.layer_ids) * self._width)
                 self._buffer = hidden.new_empty(shape)  # [B,S,A*Ht]
             self._buffer[..., slot * self._width : (slot + 1) * self._width] = hidden
-            self._missing.discard(layer_id)
 
         return hook
 
@@ -92,6 +115,15 @@ class LayerCapture:
         if len(parts) > 1 and isinstance(parts[1], torch.Tensor) and parts[1].shape == hidden.shape:
             hidden = hidden + parts[1]
         return hidden if self._gradient else hidden.detach()
+
+
+def _input_hook(hook):
+    """The hook of an output as one of a layer's input."""
+
+    def before(module, arguments, named) -> None:
+        hook(module, arguments, arguments[0] if arguments else named.get("hidden_states"))
+
+    return before
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:

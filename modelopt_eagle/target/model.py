@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,17 +48,20 @@ class Target:
         tokenizer: its tokenizer or None.
         name: name to show and to record.
         source: local folder that the weights came from, for the fingerprint.
+        vision: the ``VisionProcessor`` of a vision-language model, None for a model of text.
         revision: commit hash on the hub; without it a fingerprint of the content is used.
 
     Raises:
         TargetError: a part of the model was not found.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, *, name: str, source=None, revision: str | None = None):
+    def __init__(
+        self, model: nn.Module, tokenizer, *, name: str, source=None, revision: str | None = None, vision=None
+    ):
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config(decoder=True)
         self.tokenizer = tokenizer
-        self.name = name
+        self.name, self.vision = name, vision
         self._source = None if source is None else Path(source)
         self._revision = revision
         self.parts = find_parts(model, self.config)
@@ -88,19 +92,20 @@ class Target:
         """EAGLE-3's three layers of this target; see ``capture.default_layer_ids``. TargetError below 6 layers."""
         return default_layer_ids(self.num_layers)
 
-    def capture(self, aux_layer_ids: Sequence[int] | None = None, *, gradient: bool = False) -> LayerCapture:
+    def capture(self, aux_layer_ids: Sequence[int] | None = None, *, gradient: bool = False, into=None) -> LayerCapture:
         """Hooks as a context manager: each forward of the model inside fills ``.aux_hidden`` [B, S, A·Ht].
 
         Args:
             aux_layer_ids: ids of the captured layers; None: the default three.
             gradient: keep the values in the graph.
+            into: a ``CaptureBuffer`` that takes the values, see :class:`LayerCapture`.
 
         Raises:
             TargetError: ids repeated or out of range; no ids and fewer than 6 layers.
         """
         ids = self.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
         ids = check_layer_ids(ids, self.num_layers)
-        return LayerCapture(self.parts.backbone, self.layers, ids, self.hidden_size, gradient)
+        return LayerCapture(self.parts.backbone, self.layers, ids, self.hidden_size, gradient, into)
 
     def features(
         self,
@@ -109,6 +114,7 @@ class Target:
         aux_layer_ids: Sequence[int] | None = None,
         *,
         gradient: bool = False,
+        images: dict[str, torch.Tensor] | None = None,
     ) -> TargetOutput:
         """Run the backbone, without its output head.
 
@@ -118,10 +124,15 @@ class Target:
                 count from their first real token, as in ``generate``.
             aux_layer_ids: ids of the captured layers, 0-based outputs; None: the default three.
             gradient: keep the graph, through which a gradient reaches the adapters of the target.
+            images: what ``vision.inputs`` made of the images of these rows. The whole model is run then, as its own
+                forward puts images and text together, and a captured state is what the next layer gets: with the
+                features of the images that some models add between layers, as vLLM captures it.
 
         Raises:
             TargetError: bad layer ids, or a backbone whose output is not that of its final norm.
         """
+        if images is not None:
+            return self._features_with_images(input_ids, images, aux_layer_ids, gradient)
         arguments = {"input_ids": input_ids.to(self.device), "use_cache": False}
         if attention_mask is not None:
             mask = attention_mask.to(self.device)  # [B,S]
@@ -131,6 +142,34 @@ class Target:
         with torch.set_grad_enabled(gradient), self.capture(aux_layer_ids, gradient=gradient) as captured:
             final_hidden = self._run_backbone(arguments)  # [B,S,Ht]
         return TargetOutput(captured.aux_hidden.to(final_hidden.device), final_hidden)
+
+    def _features_with_images(self, input_ids, images, aux_layer_ids, gradient: bool) -> TargetOutput:
+        """Features of rows of one length without padding, by the whole model; its head runs on the last token only."""
+        known = inspect.signature(self.model.forward).parameters
+        arguments = {
+            name: value.to(self.device, self.dtype if value.is_floating_point() else None)
+            for name, value in images.items()
+            if name in known
+        }
+        arguments |= {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        input_ids = input_ids.to(self.device)
+        ids = self.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
+        ids = check_layer_ids(ids, self.num_layers)
+        outputs: list[torch.Tensor] = []
+        handle = self.parts.backbone.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
+        capture = LayerCapture(
+            self.parts.backbone, self.layers, ids, self.hidden_size, gradient, next_input=True
+        )
+        try:
+            with torch.set_grad_enabled(gradient), capture as captured:
+                self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **arguments)
+        except (ValueError, RuntimeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise TargetError(f"{self.name} refused the images that its own processor made: {error}") from error
+        finally:
+            handle.remove()
+        return TargetOutput(captured.aux_hidden.to(outputs[-1].device), outputs[-1])  # [B,S,A*Ht], [B,S,Ht]
 
     def logits(self, final_hidden: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of post-norm hidden states [..., Ht]."""

@@ -6,6 +6,27 @@ from modelopt_eagle.decoding import rounds
 from modelopt_eagle.decoding.draft_loop import DraftLoop, TreeHistory
 
 
+def known_history(path, topk, vocab):
+    """Scores, tokens and parents of a flat history that holds ``path``, its tokens the last of their siblings."""
+    scores, tokens, parents = [], [], [-1]
+    survivors, best = [None], 0.0  # flat ids, the right one last
+    for layer, token in enumerate(path):
+        start = len(scores)
+        for slot in range(len(survivors)):
+            on_path = slot == len(survivors) - 1
+            for rank in range(topk):
+                hit = on_path and rank == topk - 1
+                below = best if on_path else best - 1
+                scores.append(below - (0.01 if hit else 1.5 + 0.1 * rank))
+                tokens.append(token if hit else (token + 1 + rank) % vocab)
+        best -= 0.01
+        order = sorted(range(start, len(scores)), key=lambda f: (-scores[f], f))[:topk]
+        survivors = order[1:] + order[:1]
+        if layer < len(path) - 1:
+            parents += survivors
+    return scores, tokens, parents
+
+
 def install(monkeypatch, prompts, answers, vocab):
     """Let the generator draft from the known answers: right for ``length % (D+1)`` tokens, then wrong.
 
@@ -38,23 +59,6 @@ def install(monkeypatch, prompts, answers, vocab):
             return TreeHistory(scores.float(), tokens, parents)
 
         def history(self, path):
-            topk = self.plan.topk
-            scores, tokens, parents = [], [], [-1]
-            survivors, best = [None], 0.0  # flat ids, the right one last
-            for layer, token in enumerate(path):
-                start = len(scores)
-                for slot in range(len(survivors)):
-                    on_path = slot == len(survivors) - 1
-                    for rank in range(topk):
-                        hit = on_path and rank == topk - 1
-                        below = best if on_path else best - 1
-                        scores.append(below - (0.01 if hit else 1.5 + 0.1 * rank))
-                        tokens.append(token if hit else (token + 1 + rank) % vocab)
-                best -= 0.01
-                order = sorted(range(start, len(scores)), key=lambda f: (-scores[f], f))[:topk]
-                survivors = order[1:] + order[:1]
-                if layer < len(path) - 1:
-                    parents += survivors
-            return scores, tokens, parents
+            return known_history(path, self.plan.topk, vocab)
 
     monkeypatch.setattr(rounds, "DraftLoop", OracleLoop)

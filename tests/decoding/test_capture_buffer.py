@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
 from modelopt_eagle.errors import DecodingError, TargetError
 
@@ -67,3 +68,43 @@ def test_too_small_or_too_few_is_an_error():
         buffer.read(1)
     with pytest.raises(DecodingError, match="max_tokens"):
         CaptureBuffer(8, 4, 0, 1, 1)
+
+
+def test_the_targets_own_capture_fills_a_buffer(target):
+    """``Target.capture(into=...)``: the same values at an address that never changes; too small is an error."""
+    buffer = CaptureBuffer(8, target.hidden_size, max_tokens=12, max_requests=2, num_nodes=1, aux_layer_ids=[7, 0])
+    address = buffer.data.data_ptr()
+    with target.capture((0, 7), into=buffer) as captured:
+        for shape in ((2, 6), (1, 3)):
+            ids = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(sum(shape)))
+            target.model(ids)
+            assert torch.equal(captured.aux_hidden, target.features(ids, None, (0, 7)).aux_hidden)
+            assert captured.aux_hidden.data_ptr() == address
+        with pytest.raises(DecodingError, match="15 rows do not fit a capture buffer of 14"):
+            target.model(torch.zeros(1, 15, dtype=torch.int64))
+    with pytest.raises(TargetError, match="leave out gradient or into"):
+        target.capture((0, 7), gradient=True, into=buffer)
+
+
+@pytest.mark.parametrize("options", [dict(num_steps=3), dict(mode="tree", topk=2, depth=3)], ids=["chain", "tree"])
+def test_a_run_has_one_buffer_that_strangers_do_not_reach(target, good_head, prompts, monkeypatch, options):
+    """The generator allocates features once, and a callback that runs the model itself does not spoil them."""
+    made, real = [], CaptureBuffer.__init__
+
+    def count(self, *arguments, **more):
+        made.append(self)
+        real(self, *arguments, **more)
+
+    generator = PseudoSpeculativeGenerator(target, good_head, **options)
+    expected = generator.generate(prompts, 20)
+    monkeypatch.setattr(CaptureBuffer, "__init__", count)
+
+    def nosy(request, tokens, reason):
+        target.model(torch.full((1, 40), 5))
+        assert not any(m._forward_hooks for m in target.layers)  # hooks hang during the generator's passes only
+
+    found = generator.generate(prompts, 20, on_tokens=nosy)
+    assert found.tokens == expected.tokens and found.accepted_lengths == expected.accepted_lengths
+    assert len(made) == 1
+    longest = max(map(len, prompts))
+    assert made[0].rows == len(prompts) * longest + len(prompts) * generator.plan.num_nodes

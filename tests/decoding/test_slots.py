@@ -118,3 +118,22 @@ def test_bad_use_is_refused():
         slots.store([slots.dummy], random_tree(6, 0))
     with pytest.raises(DecodingError, match="num_nodes"):
         TreeSlots(1, 0, 2)
+    with pytest.raises(DecodingError, match="depth must be at least 1"):
+        TreeSlots(1, 8, 2, depth=0)
+    shallow = TreeSlots(1, 8, TOPK, depth=3)
+    with pytest.raises(DecodingError, match="depth 4 does not fit slots of depth 3"):
+        shallow.store([shallow.acquire()], random_tree(8, 0))
+
+
+def test_walks_over_slots_keep_their_shapes():
+    """What the slots hold does not matter: a walk has room for D tokens, and is never told to read the device."""
+    slots = TreeSlots(3, LARGEST, TOPK, depth=DEPTH)
+    held = [slots.acquire() for _ in range(2)]
+    shapes = set()
+    for trees in ((), held[:1], held):
+        if trees:
+            slots.store(trees, random_tree(12, 3, batch=len(trees)))
+        tree, valid = slots.gather([*held, -1])
+        assert tree.max_depth == DEPTH and valid.tolist() == [slot in trees for slot in held] + [False]
+        shapes.add(verify_greedy(tree, torch.zeros(3, LARGEST, dtype=torch.int64), valid).nodes.shape)
+    assert shapes == {(3, DEPTH + 1)}
