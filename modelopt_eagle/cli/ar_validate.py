@@ -158,7 +158,8 @@ def load_pair(arguments: argparse.Namespace):
 
     name = arguments.base_model
     if name is None:
-        name = own_target(load_draft(arguments.model_path, options=read_options(arguments)).config.target_name)
+        head = load_draft(arguments.model_path, options=read_options(arguments), quantised=True)
+        name = own_target(head.config.target_name)
     if name is None:
         raise DecodingError(f"{arguments.model_path} does not record its target: pass --base_model")
     section = ModelSection(
@@ -177,6 +178,7 @@ def load_pair(arguments: argparse.Namespace):
         tokenizer_hash=tokenizer_hash(target.tokenizer),
         dtype=target.dtype,
         options=read_options(arguments, target.num_layers),
+        quantised=True,
     )
     warn_of_another_template(module, target)
     if "target_adapter" in module.config.extra and arguments.target_adapter is None:

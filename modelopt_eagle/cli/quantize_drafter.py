@@ -57,7 +57,9 @@ def calibration_batches(arguments: argparse.Namespace, target, aux_layer_ids: tu
 
         conversations = read_conversations(arguments.calib_data)
         conversations.rows[:] = conversations.rows[: arguments.calib_samples]
-        dataset = tokenize_conversations(target.tokenizer, conversations, max_length=arguments.calib_length)
+        dataset = tokenize_conversations(
+            target.tokenizer, conversations, max_length=arguments.calib_length, vision=target.vision
+        )
         source = OnlineSource(target, dataset, aux_layer_ids)
     wanted = arguments.calib_samples
     batches = []
@@ -117,4 +119,6 @@ def main(argv: list[str] | None = None) -> int:
         f"({-report.drop:+.1%})"
     )
     print(f"exported           {report.path}")
+    for note in report.notes:
+        print(f"note               {note}")
     return 0

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, ExportError
 
-from .loader import read_head
+from .engine_quant import is_quantised, plain_shapes, quant_reasons
+from .loader import read_config, read_head
+from .names import module_shapes
 from .readers import ReadOptions
 from .universal import FLAGS
 from .weights import read_json, read_tensors
@@ -197,13 +199,6 @@ def engine_name(name: str, profile: EngineProfile, layers: int) -> str:
     return name
 
 
-def module_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a head's tensors, the map apart."""
-    with torch.random.fork_rng(devices=[]):  # its numbers are thrown away; leave the caller's stream alone
-        state = EagleModule(config).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ("d2t", "t2d")}
-
-
 def expected_tensors(
     config: DraftConfig, profile: EngineProfile, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], set[str]]:
@@ -357,24 +352,32 @@ def engine_reasons(
     profile, folder = PROFILES[engine], Path(folder)
     try:
         data, tensors = read_json(folder / "config.json"), read_tensors(folder)
+        legacy = folder / "hf_quant_config.json"
+        legacy = read_json(legacy) if legacy.is_file() else None
+        if config is None and is_quantised(tensors):
+            config = read_config(folder, tensors, options or ReadOptions(), strict=False)[0]
         config = config or read_head(folder, strict=False, options=options).config
     except CheckpointError as error:
         return [f"cannot read it: {error}"]
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return config_reasons(data, config, profile) + tensor_reasons(shapes, config, profile)
+    reasons = config_reasons(data, config, profile) + tensor_reasons(plain_shapes(tensors), config, profile)
+    return reasons + quant_reasons(data, legacy, tensors, config, engine)
 
 
-def engine_notes(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], config: DraftConfig) -> list[str]:
+def engine_notes(
+    data: dict[str, Any], tensors: dict[str, Tensor], config: DraftConfig, legacy: dict[str, Any] | None = None
+) -> list[str]:
     """A line for each engine that would not serve a head as trained, for the export and its card.
 
     Args:
         data: the content of ``config.json``.
-        shapes: of the tensors, by their names in the file.
+        tensors: by their names in the file.
         config: what the head was trained with.
+        legacy: the content of ``hf_quant_config.json``, for a quantised head.
     """
-    notes, trained = [], module_shapes(config)
-    for profile in PROFILES.values():
+    notes, trained, shapes = [], module_shapes(config), plain_shapes(tensors)
+    for name, profile in PROFILES.items():
         reasons = config_reasons(data, config, profile) + tensor_reasons(shapes, config, profile, trained)
+        reasons += quant_reasons(data, legacy, tensors, config, name)
         if reasons:
             notes.append(
                 f"{profile.name} {profile.version} would not serve this head as trained: it " + "; it ".join(reasons)

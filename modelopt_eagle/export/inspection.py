@@ -8,9 +8,10 @@ from typing import Any
 
 from modelopt_eagle.errors import CheckpointError, EagleError
 
+from .engine_quant import is_quantised, scaled_layers
 from .engines import PROFILES, engine_reasons
 from .folders import resolve_checkpoint
-from .loader import read_head
+from .loader import read_config, read_head
 from .names import module_tensors
 from .readers import ReadOptions, detect_layout
 from .universal import aux_ids_of, dtype_name
@@ -25,6 +26,7 @@ class Inspection:
     Attributes:
         layout: which tool's it is; ``map``: ``identity``, ``reduced`` or ``missing``.
         config: our reading of it, if it can be read; else ``problem`` says why not.
+        quantised: number format of a quantised head's weights.
         left_out: tensors that are not of the head.
         engines: engine to the reasons why it would not serve the head as trained (none: it would).
     """
@@ -40,6 +42,7 @@ class Inspection:
     tensors: dict[str, list[int]] = field(repr=False)
     config: dict[str, Any] | None = None
     problem: str | None = None
+    quantised: str | None = None
     left_out: list[str] = field(default_factory=list)
     engines: dict[str, list[str]] = field(default_factory=dict)
 
@@ -52,6 +55,8 @@ class Inspection:
             f"captures    {self.aux_layer_ids or 'not said'} (output of layer k, 0-based)",
             f"numbers     {self.parameters / 1e6:.1f} M in {', '.join(self.dtypes)}",
         ]
+        if self.quantised:
+            lines.append(f"quantised   {self.quantised}")
         if self.config:
             shown = {k: v for k, v in self.config.items() if v not in (None, False, {}, [])}
             lines.append("config      " + ", ".join(f"{key} {value}" for key, value in shown.items()))
@@ -64,6 +69,13 @@ class Inspection:
         if self.problem:
             lines.append(f"problem     {self.problem}")
         return "\n".join(lines)
+
+
+def quantised_text(tensors) -> str:
+    """How many layers of a quantised folder hold which numbers."""
+    layers = scaled_layers(tensors)
+    kinds = sorted({dtype_name(parts["weight"].dtype) for parts in layers.values() if "weight" in parts})
+    return f"{len(layers)} layers, weights in {', '.join(kinds)}"
 
 
 def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Inspection:
@@ -101,6 +113,12 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
         tensors={name: list(tensor.shape) for name, tensor in stored.items()},
     )
     try:
+        if is_quantised(stored):
+            found.quantised = quantised_text(stored)
+            found.config = read_config(folder, stored, options or ReadOptions(), strict=False)[0].to_dict()
+            found.aux_layer_ids = found.config["aux_layer_ids"]
+            found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in PROFILES}
+            return found
         head = read_head(folder, options=options)
         found.config, found.left_out = head.config.to_dict(), head.left_out
         found.aux_layer_ids = list(head.config.aux_layer_ids)

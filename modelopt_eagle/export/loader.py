@@ -11,8 +11,10 @@ from torch import Tensor
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import CheckpointError
 
+from .engine_quant import is_quantised
 from .folders import resolve_checkpoint
 from .names import check_names, module_tensors
+from .quant_reader import unpacked, with_packed
 from .readers import LAYOUTS, ReadOptions, detect_layout, foreign_config
 from .universal import dtype_name, parse_dtype, parse_universal
 from .vocabulary import vocab_of
@@ -94,6 +96,7 @@ def read_head(
     strict: bool = True,
     dtype: str | torch.dtype | None = None,
     options: ReadOptions | None = None,
+    quantised: bool = False,
 ) -> LoadedHead:
     """Read a head and say where it came from.
 
@@ -104,6 +107,8 @@ def read_head(
         strict: refuse config keys that nothing reads, and dtypes that the config does not name.
         dtype: cast floating tensors to it, instead of checking theirs.
         options: answers to what another tool's folder leaves open.
+        quantised: also read a quantised folder, as a head that computes with its packed numbers; such a head can be
+            measured, and neither trained nor exported.
 
     Raises:
         CheckpointError: see the modules of this room; the message names the folder and what mends it.
@@ -111,8 +116,14 @@ def read_head(
     folder, options = resolve_checkpoint(path), options or ReadOptions()
     where = str(folder)
     stored = read_tensors(folder)
-    if any(name.endswith(("weight_scale", "weight_scale_2", "input_scale")) for name in stored):
-        raise CheckpointError(f"{where} is quantised: load the head it was made from; engines read this one")
+    packed = {}
+    if is_quantised(stored):
+        if not quantised:
+            raise CheckpointError(
+                f"{where} is quantised: load the head it was made from; this one is for engines, ar_validate.py and "
+                "check_serving.py"
+            )
+        stored, packed = unpacked(stored, where)
     config, layout, named = read_config(folder, stored, options, strict)
     tensors, left_out = module_tensors(stored)
     if vocab_size is not None and config.vocab_size != vocab_size:
@@ -139,7 +150,7 @@ def read_head(
     if bad:
         raise CheckpointError(f"{where}: {', '.join(bad[:4])} hold numbers that are not finite")
     module.load_state_dict({**state, "d2t": vocab.d2t, "t2d": vocab.t2d}, assign=True)
-    return LoadedHead(module, layout, folder, left_out)
+    return LoadedHead(with_packed(module, packed) if packed else module, layout, folder, left_out)
 
 
 def load_draft(
@@ -150,11 +161,13 @@ def load_draft(
     strict: bool = True,
     dtype: str | torch.dtype | None = None,
     options: ReadOptions | None = None,
+    quantised: bool = False,
 ) -> EagleModule:
     """The head in a folder, as an :class:`EagleModule` with its :class:`DraftConfig` under ``.config``.
 
     Arguments and errors as :func:`read_head`.
     """
     return read_head(
-        path, vocab_size=vocab_size, tokenizer_hash=tokenizer_hash, strict=strict, dtype=dtype, options=options
-    ).module
+        path, vocab_size=vocab_size, tokenizer_hash=tokenizer_hash, strict=strict, dtype=dtype, options=options,
+        quantised=quantised,
+    ).module  # fmt: skip

@@ -106,3 +106,10 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, module: EagleMo
             f"{where}: the tensors are not those of a {config.num_hidden_layers}-layer {config.decoder_type} EAGLE-3 "
             f"head as its config describes it: {'; '.join(problems[:6])}{more}"
         )
+
+
+def module_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a head's tensors, the map apart."""
+    with torch.random.fork_rng(devices=[]):  # its numbers are thrown away; leave the caller's stream alone
+        state = EagleModule(config).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ("d2t", "t2d")}

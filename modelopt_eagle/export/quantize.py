@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import ExportError, require_extra
 
 from .card import model_card
+from .engine_quant import quant_reasons
+from .engines import engine_notes
 from .folders import whole_folder
 from .names import file_tensors
 from .quant_formats import BLOCK, FORMATS, QuantizedLinear, engine_config, pack, unpack
@@ -39,6 +41,7 @@ class QuantizationReport:
         acceptance_before, acceptance_after: mean acceptance lengths; ``None`` if not measured.
         drop: relative loss, ``(before - after) / before``.
         layers: number of quantised linear layers.
+        notes: engines that would not serve it as trained.
     """
 
     path: Path
@@ -48,6 +51,7 @@ class QuantizationReport:
     layers: int
     acceptance_before: float | None = None
     acceptance_after: float | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def drop(self) -> float | None:
@@ -150,8 +154,10 @@ def quantized_tensors(
     return tensors
 
 
-def check_written(folder: Path, packed: dict[str, dict[str, Tensor]], tensors: dict[str, Tensor], form: str) -> None:
-    """Read the folder back: every tensor equal, and every weight what its layer computed with.
+def check_written(
+    folder: Path, packed: dict[str, dict[str, Tensor]], tensors: dict[str, Tensor], form: str, config: DraftConfig
+) -> None:
+    """Read the folder back: every tensor equal, and every layer quantised that vLLM's rules take for quantised.
 
     Raises:
         ExportError: a difference.
@@ -163,10 +169,10 @@ def check_written(folder: Path, packed: dict[str, dict[str, Tensor]], tensors: d
     for name, parts in packed.items():
         if not bool(torch.isfinite(unpack(parts, form)).all()):
             raise ExportError(f"{name} holds numbers that are not finite after quantisation")
-    excluded = read_json(folder / "config.json")["quantization_config"]["ignore"]
-    hidden = [n for n in packed if any(e in n for e in excluded)]
-    if hidden:
-        raise ExportError(f"the exclusions {excluded} would hide {', '.join(hidden)} from engines")
+    data, legacy = read_json(folder / "config.json"), read_json(folder / "hf_quant_config.json")
+    reasons = quant_reasons(data, legacy, read, config, "vllm")
+    if reasons:
+        raise ExportError("an engine would read the quantised folder wrongly: it " + "; it ".join(reasons))
 
 
 def quantize_drafter(
@@ -216,10 +222,11 @@ def quantize_drafter(
     notes = [f"quantised to {form} by nvidia-modelopt {producer['version']}; {', '.join(EXCLUDED)} left as it was"]
     if before is not None:
         notes.append(f"acceptance length {before:.3f} before, {after:.3f} after")
-    card = model_card(config, data, report={}, notes=notes)
+    report.notes = engine_notes(data, tensors, config, legacy)
+    card = model_card(config, data, report={}, notes=notes + report.notes)
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "hf_quant_config.json": legacy, "README.md": card})
-        check_written(folder, packed, tensors, form)
+        check_written(folder, packed, tensors, form, config)
     return report
 
 

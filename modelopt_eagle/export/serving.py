@@ -248,7 +248,10 @@ class ServingCheck:
         """
         identity = self.target.identity()
         head = load_draft(
-            checkpoint or export_path, vocab_size=identity["vocab_size"], tokenizer_hash=identity["tokenizer_hash"]
+            checkpoint or export_path,
+            vocab_size=identity["vocab_size"],
+            tokenizer_hash=identity["tokenizer_hash"],
+            quantised=True,
         )
         if not (Path(export_path) / "config.json").is_file():
             raise ExportError(f"{export_path} holds no config.json: name the exported folder")

@@ -201,7 +201,7 @@ def export_checkpoint(
         notes.append("the embedding was the target's own and was left out: engines take the target's")
     tensors = file_tensors(exported, dtype, layer_names)
     data = universal_config(config, dtype)
-    notes = notes + engine_notes(data, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config)
+    notes = notes + engine_notes(data, tensors, config)
     card = model_card(config, data, report=report or {}, notes=notes)
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "README.md": card})

@@ -89,7 +89,8 @@ def test_folder_has_every_layer_quantised_but_lm_head(tmp_path, form, overrides)
     linear = [n.replace("layers.0.", "midlayer.") for n in linear if not n.endswith("norm")]
     assert report.layers == len(linear)
     for name in linear:
-        assert {f"{name}.weight", f"{name}.weight_scale", f"{name}.input_scale"} <= set(tensors), name
+        scales = {"weight_scale"} if form == "int8" else {"weight_scale", "input_scale"}
+        assert {f"{name}.{part}" for part in ("weight", *scales)} <= set(tensors), name
         assert not tensors[f"{name}.weight"].dtype.is_floating_point or form == "fp8"
     assert torch.equal(tensors["lm_head.weight"], head.lm_head.weight) and "lm_head.weight_scale" not in tensors
     legacy = json.loads((tmp_path / "out/hf_quant_config.json").read_text())
@@ -125,10 +126,14 @@ def test_the_quantised_head_computes_nearly_the_same(form, tolerance):
 
 def test_inputs_beyond_the_calibrated_range_are_held_at_its_edge():
     x = torch.tensor([[0.5, -9.0] + [0.0] * 14])
-    for form in ("fp8", "int8"):
-        top = {"fp8": 448.0, "int8": 127.0}[form]
-        rounded = quantize_input(x, torch.tensor(2.0 / top), form)
-        assert float(rounded.abs().max()) == pytest.approx(2.0, rel=0.01)
+    assert float(quantize_input(x, torch.tensor(2.0 / 448), "fp8").abs().max()) == pytest.approx(2.0, rel=0.01)
+
+
+def test_int8_scales_each_token_by_its_own_largest_number():
+    x = torch.tensor([[0.5, -9.0, 0.0], [0.004, 0.0, -0.001], [0.0, 0.0, 0.0]])
+    rounded = quantize_input(x, None, "int8")
+    assert float((rounded - x).abs()[0].max()) <= 9 / 254 and float((rounded - x).abs()[1].max()) <= 0.004 / 254 * 1.001
+    assert torch.equal(rounded[2], x[2])
 
 
 def test_a_head_that_lost_too_much_is_not_exported(tmp_path, head):
