@@ -65,9 +65,12 @@ class AcceptanceReport:
     sweep: list[dict] | None = None
 
     def to_dict(self) -> dict:
-        """The fields of ``acceptance.json``; ``sweep`` only if one was made."""
+        """The fields of ``acceptance.json``; ``costs`` only if speed was measured, ``sweep`` only if one was made."""
         data = {name: getattr(self, name) for name in JSON_FIELDS}
         data["ci95"] = list(self.ci95)
+        data["draft"] = plan_fields(self.plan)
+        if self.speed is not None:
+            data["costs"] = cost_fields(self.speed)
         if self.sweep is not None:
             data["sweep"] = self.sweep
         return data
@@ -93,17 +96,33 @@ class AcceptanceReport:
         )
         lines = [format_table(rows)]
         shares = " ".join(f"{share:.3f}" for share in self.per_position)
-        lines.append(f"accepted up to each position: {shares}   (share of steps; {self._drafted()})")
+        place = "depth of the tree" if self.plan.is_tree else "position"
+        lines.append(f"accepted up to each {place}: {shares}   (share of steps; {self.drafted})")
         if self.too_long:
             lines.append(f"left out: {self.too_long} turns that do not fit the target's window")
         if self.speed is not None:
             lines.append(speed_line(self.speed))
         return "\n".join(lines)
 
-    def _drafted(self) -> str:
+    @property
+    def drafted(self) -> str:
+        """What was drafted a step, in words."""
         if self.plan.is_tree:
             return f"tree of topk {self.plan.topk}, depth {self.plan.depth}, {self.plan.num_nodes} nodes"
         return f"chain of {self.plan.depth} drafted tokens"
+
+
+def plan_fields(plan: DraftPlan) -> dict:
+    """A plan as plain values, by the names of the command line's options."""
+    if plan.is_tree:
+        return {"mode": "tree", "topk": plan.topk, "depth": plan.depth, "num_nodes": plan.num_nodes}
+    return {"mode": "chain", "num_steps": plan.depth}
+
+
+def cost_fields(speed: Speed) -> dict:
+    """What a measured speed-up is made of: seconds a step, and the acceptance length above which drafting pays."""
+    names = ("plain_step", "draft_step", "verify_step", "other_step", "break_even", "efficiency")
+    return {name: getattr(speed, name) for name in names}
 
 
 def speed_line(speed: Speed) -> str:

@@ -11,7 +11,7 @@ from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
 from .measure import time_generators
-from .report import format_table
+from .report import format_table, plan_fields
 
 CHAINS = (1, 2, 3, 4, 5, 7)
 TREES = ((2, 2, 5), (2, 3, 7), (4, 3, 9), (4, 4, 13), (8, 4, 17), (8, 5, 33))
@@ -60,17 +60,15 @@ def sweep(
     speeds = time_generators(generators, prompts, num_prompts, max_new_tokens)
     if not speeds:
         raise DecodingError("a sweep needs at least one prompt that fits the target's window: raise num_prompts")
-    rows = []
-    for plan, speed in zip(plans, speeds, strict=True):
-        shape = {"mode": "chain", "num_steps": plan.depth}
-        if plan.is_tree:
-            shape = {"mode": "tree", "topk": plan.topk, "depth": plan.depth, "num_nodes": plan.num_nodes}
-        measured = {
+    rows = [
+        {
+            **plan_fields(plan),
             "acceptance_length": speed.acceptance_length,
             "speedup": speed.speedup,
             "break_even": speed.break_even,
         }
-        rows.append(shape | measured)
+        for plan, speed in zip(plans, speeds, strict=True)
+    ]
     return sorted(rows, key=lambda row: -row["speedup"])
 
 
@@ -80,11 +78,15 @@ def sweep_table(rows: Sequence[dict]) -> str:
     for row in rows:
         numbers = (f"{row[key]:.3f}" for key in ("acceptance_length", "speedup", "break_even"))
         cells.append((plan_name(row), *numbers))
+    return format_table(cells) + "\n" + advice(rows)
+
+
+def advice(rows: Sequence[dict]) -> str:
+    """What to use on this machine, from the rows of a sweep, the fastest first."""
     best = rows[0]
-    advice = f"best on this machine: {plan_name(best)}, {best['speedup']:.2f}x"
     if best["speedup"] < 1:
-        advice = "best on this machine: draft nothing, every shape is slower than plain decoding"
-    return format_table(cells) + "\n" + advice
+        return "best on this machine: draft nothing, every shape is slower than plain decoding"
+    return f"best on this machine: {plan_name(best)}, {best['speedup']:.2f}x"
 
 
 def plan_name(row: dict) -> str:

@@ -49,7 +49,7 @@ def test_script_prints_the_table_and_writes_both_reports(folders):
     assert data["prompts"] == 2 and len(data["per_position"]) == 3 and set(data["per_category"]) == {"writing", "math"}
     assert f"{data['acceptance_length']:.3f}" in run.stdout
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 and "&lt;|im_start|&gt;user" in page
+    assert page.count("data:image/png;base64,") == 3 and "By position" in page and "&lt;|im_start|&gt;user" in page
 
 
 def test_lower_bound_decides_the_exit_code(folders, capsys, tmp_path, monkeypatch):
@@ -78,13 +78,20 @@ def test_tree_and_sweep(folders, capsys, monkeypatch):
         "--speedup_prompts",
         "1",
     ]
-    assert run_command("ar_validate", command(folders, *arguments, "--output", str(out))) == 0
+    page = folders / "tree.html"
+    assert run_command("ar_validate", command(folders, *arguments, "--output", str(out), "--html", str(page))) == 0
     printed = capsys.readouterr().out
     data = json.loads(out.read_text())
     assert len(data["per_position"]) == 4  # --steps is the depth where --depth is not given
     assert len(data["sweep"]) == 3  # the tree that is wider than the draft vocabulary is left out
     speeds = [row["speedup"] for row in data["sweep"]]
     assert speeds == sorted(speeds, reverse=True)
+    assert data["draft"] == {"mode": "tree", "topk": 2, "depth": 4, "num_nodes": 9}
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 4 and "By depth" in text and "Best on this machine" in text
+    assert "tree of topk 2, depth 4, 9 nodes" in text and "tree of topk 2, depth 4, 9 nodes" in printed
+    for row in data["sweep"]:
+        assert f"{row['acceptance_length']:.3f}" in text and f"{row['acceptance_length']:.3f}" in printed
     assert "best on this machine" in printed and "tree, topk 2, depth 3, num_nodes 7" in printed
 
 

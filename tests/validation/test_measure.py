@@ -81,7 +81,9 @@ def test_json_has_exactly_the_fields_named(report, tmp_path):
     path = report.write_json(tmp_path / "report" / "acceptance.json")
     data = json.loads(path.read_text())
     names = "acceptance_length ci95 per_position per_category speedup steps prompts target commit".split()
-    assert list(data) == names
+    assert list(data)[:9] == names and set(data) - set(names) == {"draft", "costs"}
+    assert data["draft"] == {"mode": "chain", "num_steps": 3}
+    assert data["costs"]["break_even"] == report.speed.break_even and data["costs"]["plain_step"] > 0
     assert data["target"] == "tiny" and len(data["commit"]) >= 7
     assert data["acceptance_length"] == report.acceptance_length and len(data["ci95"]) == 2
     assert [entry.name for entry in path.parent.iterdir()] == ["acceptance.json"]
@@ -94,6 +96,8 @@ def test_a_tree_accepts_at_least_what_its_chain_does(target, good_head, prompts,
     )
     assert tree.acceptance_length >= report.acceptance_length
     assert len(tree.per_position) == 3
+    assert tree.to_dict()["draft"] == {"mode": "tree", "topk": 4, "depth": 3, "num_nodes": 20}
+    assert "costs" not in tree.to_dict() and "accepted up to each depth of the tree" in tree.table()
 
 
 def test_a_reduced_vocabulary_counts_what_it_cannot_say_as_missed(target, prompts):
