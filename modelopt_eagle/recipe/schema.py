@@ -87,7 +87,9 @@ class DataSection(Section):
         "With `offline_data_path` the rows come from the store instead.",
     )
     eval_path: str | list[str] | None = Field(
-        None, description="JSONL file(s) of held-out conversations for the acceptance walk while training."
+        None,
+        description="JSONL file(s) of held-out conversations for the acceptance walk while training; several get a "
+        "number each, besides the pooled one.",
     )
     max_length: Annotated[int, Field(ge=16)] = Field(
         2048,

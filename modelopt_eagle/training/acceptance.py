@@ -49,6 +49,14 @@ class WalkResult:
         flat = [n for row in self.accepted for n in row]
         return [sum(n > k for n in flat) / len(flat) if flat else 0.0 for k in range(self.num_steps)]
 
+    def numbers(self) -> dict:
+        """``acceptance_length, per_position, walked`` (steps) as plain values."""
+        return {
+            "acceptance_length": self.acceptance_length,
+            "per_position": self.per_position,
+            "walked": self.steps,
+        }
+
     def extend(self, other: WalkResult) -> None:
         """Pool another result into this one."""
         self.accepted.extend(other.accepted)

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from modelopt_eagle.features import FeatureSource
 
 from .acceptance import WalkResult, acceptance_walk
 from .step import TrainingStep
+
+
+@dataclass(frozen=True)
+class EvaluationFiles:
+    """Held-out rows by the file that they come from, for a number each besides the pooled one."""
+
+    sources: dict[str, FeatureSource]
+
+
+def evaluate_files(step: TrainingStep, held_out: FeatureSource | EvaluationFiles, accelerator, **options):
+    """:func:`evaluate` on all held-out rows.
+
+    Args:
+        held_out: a source, or several by file.
+
+    Returns:
+        the pooled :class:`WalkResult`, and one by file (empty for a single source).
+    """
+    if not isinstance(held_out, EvaluationFiles):
+        return evaluate(step, held_out, accelerator, **options), {}
+    walks = {name: evaluate(step, source, accelerator, **options) for name, source in held_out.sources.items()}
+    pooled = WalkResult(options["num_steps"])
+    for walk in walks.values():
+        pooled.extend(walk)
+    return pooled, walks
 
 
 @torch.no_grad()

@@ -18,6 +18,8 @@ from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
 
+from .evaluate import EvaluationFiles
+
 CACHE_SHARD_BYTES = 32 * 2**20
 """Shards of ``cache_features: disk``; killing the feature stage loses at most one."""
 
@@ -29,14 +31,14 @@ class RunData:
     """Features to train on and to evaluate on.
 
     Attributes:
-        train, held_out: sources; ``held_out`` is ``None`` without evaluation rows.
+        train, held_out: sources; ``held_out`` is one a file where several were named, ``None`` without evaluation rows.
         counts: ``[V]`` int64 how often each token is supervised in the training rows.
         header: the account of the data, for the head of the run.
         fingerprint: hash of the training rows' tokens and masks.
     """
 
     train: FeatureSource
-    held_out: FeatureSource | None
+    held_out: FeatureSource | EvaluationFiles | None
     counts: Tensor
     header: list[str]
     fingerprint: str
@@ -143,9 +145,12 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
     """Features that the loaded target makes: in the step, or once into memory or a store."""
     dataset = read_data(recipe, target, recipe.data.train_path)
     rows, header = dataset.rows, dataset.header().splitlines()
+    files = {}
     if recipe.data.eval_path is not None:
-        held = read_data(recipe, target, recipe.data.eval_path).rows
-        header.append(f"evaluation: {len(held)} rows of {recipe.data.eval_path}")
+        paths = [recipe.data.eval_path] if isinstance(recipe.data.eval_path, str) else recipe.data.eval_path
+        files = {path: read_data(recipe, target, path).rows for path in paths}
+        header += [f"evaluation: {len(part)} rows of {path}" for path, part in files.items()]
+        held = [row for part in files.values() for row in part]
     else:
         chosen = set(held_out_rows(len(rows)))
         held = [row for number, row in enumerate(rows) if number in chosen]
@@ -157,9 +162,15 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
     def make(part: list, name: str):
         return _cached(recipe, target, part, aux_layer_ids, accelerator, name)
 
+    train = make(rows, "features")
+    if len(files) > 1:
+        named = enumerate(files.items(), 1)
+        held_out = EvaluationFiles({path: make(part, f"evaluation features {n}") for n, (path, part) in named})
+    else:
+        held_out = make(held, "evaluation features") if held else None
     return RunData(
-        make(rows, "features"),
-        make(held, "evaluation features") if held else None,
+        train,
+        held_out,
         count_supervised(rows, target.vocab_size),
         header,
         dataset_hash(rows),

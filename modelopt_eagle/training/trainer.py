@@ -18,7 +18,7 @@ from modelopt_eagle.errors import CheckpointError, TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
 
 from .checkpoint import CheckpointFolder, set_rng_state
-from .evaluate import evaluate
+from .evaluate import evaluate_files
 from .interrupt import StopRequest
 from .meter import Meter
 from .optimizer import build_optimizers, set_learning_rate
@@ -36,7 +36,8 @@ class TrainerState:
         step: optimiser steps done.
         elapsed: seconds spent in the loop, over all starts of the run.
         history: one entry a log line.
-        evaluations: ``step, acceptance_length, per_position, walked`` of every evaluation.
+        evaluations: ``step, acceptance_length, per_position, walked`` of every evaluation; with several files in
+            ``data.eval_path`` also ``by_file``, the same of each.
         best_step, best_value: of the best evaluation; ``None`` before the first.
         finished: whether training came to its end.
         provenance: what the features were made from.
@@ -277,20 +278,24 @@ class Trainer:
         if self.run.eval_source is None:
             return False
         begun = time.monotonic()
-        walk = evaluate(
+        walk, by_file = evaluate_files(
             self.step, self.run.eval_source, self.accelerator,
             batch_size=self.settings.batch_size, num_steps=self.recipe.validation.num_steps,
         )  # fmt: skip
         step, length = self.state.step, walk.acceptance_length
-        self.state.evaluations.append(
-            {"step": step, "acceptance_length": length, "per_position": walk.per_position, "walked": walk.steps}
-        )
+        entry = {"step": step, **walk.numbers()}
+        if by_file:
+            entry["by_file"] = {name: part.numbers() for name, part in by_file.items()}
+        self.state.evaluations.append(entry)
         shares = " ".join(f"{share:.2f}" for share in walk.per_position)
         self.view.say(
             f"step {step}: acceptance length {length:.3f} on {len(walk.accepted)} held-out answers (per position "
             f"{shares}), {clock(time.monotonic() - begun)}"
         )
-        self.log.write(step, {"eval/acceptance_length": length})
+        for name, part in by_file.items():
+            self.view.say(f"  {part.acceptance_length:.3f} on {len(part.accepted)} answers of {name}")
+        scalars = {f"eval/acceptance_length/{Path(name).name}": w.acceptance_length for name, w in by_file.items()}
+        self.log.write(step, {"eval/acceptance_length": length, **scalars})
         better = self.state.best_value is None or length > self.state.best_value
         if better:
             self.state.best_step, self.state.best_value = step, length

@@ -47,6 +47,27 @@ def test_rows_are_held_out_of_a_large_set_and_evaluated(tiny_target_dir, tmp_pat
     assert state["provenance"]["rows"] == 92
 
 
+def test_several_evaluation_files_get_a_number_each(tiny_target_dir, tmp_path, capsys):
+    """B137: the pooled number is what all steps together give; each file's is what it gives alone."""
+    rows = write_conversations(tmp_path / "rows.jsonl", 12)
+    first, second = write_conversations(tmp_path / "a.jsonl", 3), write_conversations(tmp_path / "b.jsonl", 6)
+    options = ["training.epochs=1", "training.batch_size=6", "data.cache_features=disk"]
+    pair = small_recipe(tiny_target_dir, rows, tmp_path / "pair", *options, f"data.eval_path=[{first},{second}]")
+    (both,) = train(pair).evaluations
+    said = capsys.readouterr().err
+    assert set(both["by_file"]) == {str(first), str(second)}
+    parts = list(both["by_file"].values())
+    assert both["walked"] == sum(part["walked"] for part in parts)
+    total = sum(part["acceptance_length"] * part["walked"] for part in parts)
+    assert both["acceptance_length"] == pytest.approx(total / both["walked"])
+    for place, file in enumerate((first, second)):
+        alone = small_recipe(tiny_target_dir, rows, tmp_path / f"alone{place}", *options, f"data.eval_path={file}")
+        (found,) = train(alone).evaluations
+        assert "by_file" not in found
+        assert {key: found[key] for key in parts[place]} == parts[place]
+        assert f"{parts[place]['acceptance_length']:.3f} on" in said and f"answers of {file}" in said
+
+
 def test_offline_training_equals_online(tiny_target, tiny_target_dir, data, tmp_path):
     rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048).rows
     dump(TargetBackEnd(tiny_target), rows, tmp_path / "store", dtype="float32")
