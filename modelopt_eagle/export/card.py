@@ -25,6 +25,12 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
     lines = [
         f"Mean acceptance length **{report['acceptance_length']:.3f}**{interval}, the target's own token included."
     ]
+    draft = report.get("draft") or {}
+    if draft.get("mode") == "tree":
+        shape = f"topk {draft['topk']}, depth {draft['depth']} and {draft['num_nodes']} nodes"
+        lines.append(f"Drafted: dynamic trees of {shape}.")
+    elif draft:
+        lines.append(f"Drafted: chains of {draft['num_steps']} tokens.")
     if report.get("per_position"):
         positions = ", ".join(f"{p:.3f}" for p in report["per_position"])
         lines.append(f"Accepted at each drafted position: {positions}.")
