@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
+from modelopt_eagle.features.claims import Claims, refuse_other_fillers
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource, rows_of
 from modelopt_eagle.features.store import SHARD_BYTES, StoreReader, StoreWriter, dataset_hash
 from modelopt_eagle.features.store.codec import decode_row, encode_row, join_rows
 
+WAIT_FOR_OTHERS = 60.0
+"""Seconds to wait for a row that another process has made and is about to store, before it is made here again."""
+
 
 class HybridSource(PlannedSource):
     """Rows of a data set, read from a store where it has them.
+
+    Several processes of one run fill a store together: each makes the missing rows of its own batches and writes them
+    into its own shards (as ``--shard rank/world_size``). Which process makes a row is agreed through files in the
+    folder (:class:`~modelopt_eagle.features.claims.Claims`), so that none is made or stored twice. A process writes
+    what it has at the end of an epoch; one that needs such a row in the next epoch waits for that.
 
     Args:
         folder: the store; need not exist for ``generate``. It must be of this data set.
@@ -29,16 +39,19 @@ class HybridSource(PlannedSource):
             ``lambda rows: [...]`` over a server. Needed for ``generate``.
         prefetch: batches prepared ahead.
         shard_bytes: size of the shards written.
+        rank, world_size: this process, and how many fill the store together.
+        barrier: returns when all processes have called it; needed for several.
 
     Attributes:
         found: rows that the store held at open.
         skipped: rows left out.
-        generated: rows made so far.
+        generated: rows made and stored by this process so far.
+        repeated: rows made again without storing them, as their maker did not store them in time.
         rows: the tokenised rows that are served, in the order of ``lengths``.
 
     Raises:
         FeatureError: rows are missing and ``on_missing`` is ``fail``; the store is damaged, or of other data or another
-            contract; another process fills it.
+            contract; another run fills it.
     """
 
     def __init__(
@@ -51,6 +64,9 @@ class HybridSource(PlannedSource):
         make: Callable[[Sequence], Sequence[FeatureRow]] | None = None,
         prefetch: int = 2,
         shard_bytes: int = SHARD_BYTES,
+        rank: int = 0,
+        world_size: int = 1,
+        barrier: Callable[[], None] | None = None,
     ):
         if on_missing not in ("fail", "skip", "generate"):
             raise FeatureError(f"on_missing={on_missing!r} is not known; choose fail, skip or generate")
@@ -61,17 +77,24 @@ class HybridSource(PlannedSource):
         self._fresh: dict[int, FeatureRow] = {}  # made, and not yet in a shard
         self._lock = threading.Lock()
         self._writer: StoreWriter | None = None
-        self.generated = 0
+        self._claims: Claims | None = None
+        self.generated = self.repeated = 0
         begun = self._folder.is_dir() and any(self._folder.glob("manifest*.json"))
         if on_missing == "generate":
+            if world_size > 1 and barrier is None:
+                raise FeatureError(f"{world_size} processes fill a store together only with a barrier between them")
+            refuse_other_fillers(self._folder, world_size)
             stored = StoreReader(self._folder).contract.dtype if begun else contract.dtype
             self._writer = StoreWriter(
                 self._folder,
                 replace(contract, dtype=stored),
                 dataset_hash=self._data,
                 dataset_rows=len(self._rows),
+                worker=(rank, world_size),
                 shard_bytes=shard_bytes,
             )
+            if world_size > 1:
+                self._claims = Claims(self._folder, rank, world_size, barrier)
         self._reader = StoreReader(self._folder)
         self.contract = self._reader.contract
         self.contract.require(contract, str(folder))
@@ -99,27 +122,49 @@ class HybridSource(PlannedSource):
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         with self._lock:
             wanted = [self._served[number] for number in indices]
-            missing = [
-                index for index in dict.fromkeys(wanted) if index not in self._stored and index not in self._fresh
-            ]
-            if missing:
-                self._generate(missing)
-            rows = [
-                self._fresh[index] if index in self._fresh else self._reader.row(self._stored[index])
-                for index in wanted
-            ]
+            missing = self._missing(wanted)
+            ours = missing if self._claims is None else self._claims.take(missing)
+            if mine := [index for index in missing if index in ours]:
+                self._generate(mine)
+            again = self._wait_for_others(wanted) if len(mine) < len(missing) else {}
+            made = self._fresh | again
+            rows = [made[index] if index in made else self._reader.row(self._stored[index]) for index in wanted]
         return collate(rows, self.contract)
+
+    def _missing(self, wanted: Sequence[int]) -> list[int]:
+        """Rows that neither the store nor this process has, each once."""
+        return [index for index in dict.fromkeys(wanted) if index not in self._stored and index not in self._fresh]
 
     def _generate(self, missing: list[int]) -> None:
         """Make rows, hand them to the writer, and keep them until they are in a shard."""
-        made = self._make([self._rows[index] for index in missing])
-        for index, row in zip(missing, made, strict=True):
-            encoded = encode_row(row, self.contract)
-            self._fresh[index] = decode_row(join_rows([encoded]), 0, row.row_id, row.category)
+        for index, row in self._made(missing):
+            self._fresh[index] = self._as_stored(row)
             self._writer.add(index, row)
         self.generated += len(missing)
         if not self._writer.pending:
             self._take_in()
+
+    def _wait_for_others(self, wanted: Sequence[int]) -> dict[int, FeatureRow]:
+        """Take in rows that other processes store; those that do not come in time, made here and not stored."""
+        until = time.monotonic() + WAIT_FOR_OTHERS
+        while True:
+            self._take_in()
+            missing = self._missing(wanted)
+            if not missing:
+                return {}
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        self.repeated += len(missing)
+        return {index: self._as_stored(row) for index, row in self._made(missing)}
+
+    def _made(self, missing: list[int]):
+        """(place in the data set, row) of rows made now."""
+        return zip(missing, self._make([self._rows[index] for index in missing]), strict=True)
+
+    def _as_stored(self, row: FeatureRow) -> FeatureRow:
+        """The row as the store will give it, with the rounding of its dtype."""
+        return decode_row(join_rows([encode_row(row, self.contract)]), 0, row.row_id, row.category)
 
     def _take_in(self) -> None:
         """Read from the store what has been written by now."""
@@ -141,7 +186,7 @@ class HybridSource(PlannedSource):
                 self._take_in()
 
     def close(self) -> None:
-        """Write what is still in memory; a run that is killed before loses those rows only."""
+        """Write what is still in memory; a process that is killed before loses those rows only."""
         with self._lock:
             if self._writer is not None:
                 self._writer.close()

@@ -41,7 +41,7 @@ def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelera
         target: ``Target`` or ``TargetTables``.
 
     Raises:
-        RecipeError: a store is to be filled by several processes, or ``eval_path`` is given.
+        RecipeError: ``eval_path`` is given.
         StreamError: no server, or one that does not fit.
         FeatureError: a store that does not fit.
     """
@@ -65,13 +65,17 @@ def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelera
         make = None
     rows = dataset.rows
     if fills_store(recipe):
-        if recipe.data.on_missing == "generate" and accelerator.num_processes > 1:
-            raise RecipeError(
-                "data.on_missing: generate fills a store by one process; dump the missing rows first "
-                "(collect_hidden_states/, --shard i/n), or set on_missing to skip"
-            )
         folder = recipe.data.offline_data_path
-        source = HybridSource(folder, dataset, contract, on_missing=recipe.data.on_missing, make=make)
+        source = HybridSource(
+            folder,
+            dataset,
+            contract,
+            on_missing=recipe.data.on_missing,
+            make=make,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            barrier=accelerator.wait_for_everyone,
+        )
         if source.found:
             OfflineSource(folder, verify="read").check_teacher(target.head, final_norm=target.final_norm)
         rows = source.rows

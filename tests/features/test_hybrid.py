@@ -1,6 +1,16 @@
 """A store filled while training gives the same batches whether a row was there or not."""
 
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +19,10 @@ from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.dump import TargetBackEnd, dump
+from modelopt_eagle.features.store import StoreReader
+from tests.features.hybrid_fillers import ROWS, tokenised
+from tests.features.rows import check_all, make_row
+from tests.features.rows import contract as toy_contract
 
 AUX = (1, 3, 4)
 
@@ -77,3 +91,91 @@ def test_fail_and_skip(tiny_target, dataset, contract, tmp_path):
         HybridSource(tmp_path, dataset, replace(contract, template_hash="other"), on_missing="skip")
     with pytest.raises(FeatureError, match="other data"):
         HybridSource(tmp_path, dataset.rows[:5], contract, on_missing="skip")
+
+
+FILLERS = Path(__file__).with_name("hybrid_fillers.py")
+
+
+def fillers(folder, log, *pace):
+    """Two processes that fill ``folder`` together, in a process group of their own."""
+    environment = os.environ | {"PYTHONPATH": str(FILLERS.parents[2]), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, str(FILLERS), str(folder), str(log), *map(str, pace)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+
+
+def test_two_processes_fill_a_store_together_and_make_each_row_once(tmp_path):
+    run = fillers(tmp_path / "store", tmp_path / "log")
+    batches = [json.loads(line) for line in run.communicate(timeout=120)[0].splitlines()]
+    assert run.returncode == 0
+    made = (tmp_path / "log").read_text().split()
+    assert sorted(made) == sorted(row.id for row in tokenised())  # also though the second epoch deals rows otherwise
+    for epoch in (0, 1):
+        rows = [row for batch in batches if batch["epoch"] == epoch for row in batch["rows"]]
+        assert sorted(rows) == sorted(made)
+    for batch in batches:
+        wanted = sum(make_row(int(row.removeprefix("row-"))).aux_hidden.double().sum().item() for row in batch["rows"])
+        assert batch["sum"] == pytest.approx(wanted, abs=1e-4)
+    check_all(tmp_path / "store", ROWS)
+
+
+def test_processes_that_are_killed_lose_only_what_was_not_written(tmp_path):
+    draw, stored = random.Random(3), [0]
+    for _ in range(8):
+        run = fillers(tmp_path / "store", tmp_path / "log", 0.01)
+        run.stdout.readline()  # both are at work
+        time.sleep(draw.uniform(0.0, 0.3))
+        os.killpg(run.pid, signal.SIGKILL)
+        run.communicate()
+        stored.append(len(StoreReader(tmp_path / "store")))
+        if stored[-1] == ROWS:
+            break
+    assert stored == sorted(stored) and len(set(stored)) > 2
+    before = set(StoreReader(tmp_path / "store").row_ids)
+    (tmp_path / "log").unlink()
+    run = fillers(tmp_path / "store", tmp_path / "log")
+    run.communicate(timeout=120)
+    assert run.returncode == 0
+    log = tmp_path / "log"
+    made = Counter(log.read_text().split()) if log.exists() else Counter()
+    assert set(made.values()) <= {1} and set(made) == {row.id for row in tokenised()} - before
+    check_all(tmp_path / "store", ROWS)
+
+
+def toy_source(folder, rank=0, world_size=2, barrier=None, **options):
+    def make(rows):
+        return [make_row(int(row.id.removeprefix("row-"))) for row in rows]
+
+    options = {"on_missing": "generate", "make": make} | options
+    return HybridSource(
+        folder, tokenised(), toy_contract(), rank=rank, world_size=world_size, barrier=barrier, **options
+    )
+
+
+def test_a_row_that_its_maker_does_not_write_in_time_is_made_again_and_not_stored_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr("modelopt_eagle.features.hybrid.WAIT_FOR_OTHERS", 0.2)
+    barrier, sources = threading.Barrier(2), {}
+    threads = [
+        threading.Thread(target=lambda rank=rank: sources.update({rank: toy_source(tmp_path, rank, 2, barrier.wait)}))
+        for rank in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first = sources[0].load([0, 1])  # claimed by the first process, in its memory
+    second = sources[1].load([1, 2])
+    assert torch.equal(second.aux_hidden[0, : len(make_row(1))], first.aux_hidden[0, len(make_row(0)) :])
+    assert (sources[0].generated, sources[1].generated, sources[1].repeated) == (2, 1, 1)
+    for source in sources.values():
+        source.close()
+    assert StoreReader(tmp_path).indices == [0, 1, 2]
+
+
+def test_only_one_run_fills_a_store(tmp_path):
+    with toy_source(tmp_path, world_size=1):
+        with pytest.raises(FeatureError, match="already writes shard 0/1"):
+            toy_source(tmp_path, world_size=1)
+        with pytest.raises(FeatureError, match="a store is filled by one run at a time"):
+            toy_source(tmp_path, world_size=2, barrier=lambda: None)
+    with pytest.raises(FeatureError, match="only with a barrier"):
+        toy_source(tmp_path, world_size=2)

@@ -12,6 +12,7 @@ from modelopt_eagle.features.store import StoreReader
 from modelopt_eagle.features.stream.target_server import TargetServer
 from modelopt_eagle.training import train
 from tests.training.runs import small_recipe, write_conversations
+from tests.training.test_distributed import launch
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,23 @@ def test_a_store_that_lacks_rows(tiny_target, tiny_target_dir, data, tmp_path):
     assert made.steps == 3 and len(StoreReader(tmp_path / "store")) == 12
     with pytest.raises(EagleError, match="eval_path"):
         run(tiny_target_dir, data, tmp_path / "eval", store, "data.on_missing=skip", f"data.eval_path={data}")
+
+
+def test_two_processes_fill_a_store_and_train_as_one_does(tiny_target_dir, data, tmp_path):
+    options = ("training.batch_size=2", "data.on_missing=generate")
+    launch(tiny_target_dir, data, tmp_path / "two", f"data.offline_data_path={tmp_path / 'store'}", *options)
+    assert len(StoreReader(tmp_path / "store")) == 12  # a row that two processes had stored would be an error
+    one = train(
+        small_recipe(
+            tiny_target_dir, data, tmp_path / "one", f"data.offline_data_path={tmp_path / 'alone'}", *options,
+            "training.gradient_accumulation_steps=2",
+        )
+    )  # fmt: skip
+    folder = tmp_path / "two" / one.last_checkpoint.name
+    from safetensors.torch import load_file
+
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(weights(one)[name], tensor, rtol=1e-2, atol=1e-3, msg=name)
 
 
 def test_a_store_of_spoiled_states_is_not_filled_up(tiny_target, tiny_target_dir, data, tmp_path):

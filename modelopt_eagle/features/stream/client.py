@@ -10,7 +10,6 @@ from modelopt_eagle.errors import StreamError, require_extra
 from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, parse_json
 
-
 TRANSPORTS = ("auto", "tcp", "shm")
 
 
@@ -24,8 +23,8 @@ class MailboxClient:
     Args:
         address: ``host:port`` of the mailbox.
         token: the shared token, or None.
-        transport: ``"tcp"``, ``"shm"`` (same host only), or ``"auto"``: shm on loopback, and tcp if the server turns out
-            to have another ``/dev/shm`` (a container whose port is forwarded).
+        transport: ``"tcp"``, ``"shm"`` (same host only), or ``"auto"``: shm on loopback, and tcp if the server
+            turns out to have another ``/dev/shm`` (a container whose port is forwarded).
         timeout: seconds to wait for an answer.
     """
 
