@@ -89,6 +89,7 @@ def validate(recipe: Recipe, result) -> dict:
     from modelopt_eagle.data import ProgressBar, load_prompts
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.adapter import merge_adapter
     from modelopt_eagle.validation import measure_acceptance
 
     section, file = recipe.validation, result.output_dir / "report" / "acceptance.json"
@@ -99,6 +100,8 @@ def validate(recipe: Recipe, result) -> dict:
     source = section.dataset or ("quickstart" if section.prompts == "shipped" else section.prompts)
     prompts = load_prompts(source, section.num_samples)
     target = load_target(**recipe.model.decoding_arguments())
+    if (adapter := own_adapter(result.best_checkpoint)) is not None:
+        merge_adapter(target, adapter)
     identity = target.identity()
     module = load_draft(
         result.best_checkpoint,
@@ -134,9 +137,25 @@ def measurement_mark(recipe: Recipe, checkpoint: Path) -> dict:
     prompts = Path(recipe.validation.prompts)
     return {
         "weights": digest(checkpoint / "model.safetensors"),
+        **adapter_mark(checkpoint),
         "prompts": digest(prompts) if prompts.is_file() else None,
         "validation": section,
     }
+
+
+def own_adapter(checkpoint: Path) -> Path | None:
+    """The folder of the target's adapter in a checkpoint, if the run trained one."""
+    from modelopt_eagle.target.adapter import FOLDER
+
+    return checkpoint / FOLDER if (checkpoint / FOLDER).is_dir() else None
+
+
+def adapter_mark(checkpoint: Path) -> dict:
+    """What tells one adapter from another; empty without one."""
+    from modelopt_eagle.target.adapter import WEIGHTS
+
+    adapter = own_adapter(checkpoint)
+    return {} if adapter is None else {"target_adapter": digest(adapter / WEIGHTS)}
 
 
 def digest(file: Path) -> str:
@@ -159,11 +178,13 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
     """Write the folder that engines load, unless it holds this checkpoint already; then upload it if asked to."""
     from modelopt_eagle.export import export_checkpoint, load_draft
     from modelopt_eagle.target import load_target_tables
+    from modelopt_eagle.target.adapter import FOLDER, check_adapter
 
     section, path, stamp = recipe.export, recipe.export_path, export_stamp(recipe)
     mark = {
         "path": str(path.resolve()),
         "weights": digest(result.best_checkpoint / "model.safetensors"),
+        **adapter_mark(result.best_checkpoint),
         "acceptance": measured,
         "export": section.model_dump(mode="json", exclude={"overwrite"}),
     }
@@ -193,7 +214,11 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
         rope_scaling=section.rope_scaling,
         overwrite=True,  # check_export_path has refused what may not be replaced
         report=card,
+        adapter=own_adapter(result.best_checkpoint),
     )
+    if own_adapter(result.best_checkpoint) is not None:
+        model = recipe.model
+        check_adapter(path / FOLDER, model.base_model, model.revision, model.trust_remote_code)
     for note in report.notes:
         print(f"note: {note}")
     if section.push_to_hub is not None:

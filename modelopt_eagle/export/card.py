@@ -6,6 +6,7 @@ from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
 
+from .engine_versions import needed_version
 from .engines import SGLANG, TENSORRT_LLM, VLLM
 
 TESTED = {
@@ -51,17 +52,21 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
 
 def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
     """Serving commands, with the target's name and this folder's settings in place."""
-    target = config.target_name or "TARGET"
+    adapted = "target_adapter" in config.extra
+    target = "MERGED_TARGET" if adapted else config.target_name or "TARGET"
     ids = list(config.aux_layer_ids)
+    quantised = "quantization_config" in data
+    needs = {name: needed_version(name, config, quantised=quantised).text(name) for name in ("vllm", "sglang")}
     return [
-        f"vLLM, tested with {TESTED['vLLM']}:",
+        *(adapter_lines(config) if adapted else []),
+        f"{needs['vllm']}, tested with {TESTED['vLLM']}:",
         "",
         "```bash",
         f"vllm serve {target} --speculative-config "
         '\'{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}\'',
         "```",
         "",
-        f"SGLang, tested with {TESTED['SGLang']}:",
+        f"{needs['sglang']}, tested with {TESTED['SGLang']}:",
         "",
         "```bash",
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\",
@@ -79,6 +84,34 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
         "  speculative_model: THIS_FOLDER",
         f"  eagle3_layers_to_capture: {ids}",
         "```",
+    ]
+
+
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for ``--max-lora-rank``."""
+
+
+def adapter_lines(config: DraftConfig) -> list[str]:
+    """How to serve a head whose target was trained with it: the adapter merged, or given to vLLM as a LoRA module."""
+    target, adapter = config.target_name or "TARGET", config.extra["target_adapter"]
+    rank = next((limit for limit in VLLM_LORA_RANKS if limit >= adapter["rank"]), adapter["rank"])
+    return [
+        f"This head belongs to {target} **with the adapter in `target_adapter/`** (rank {adapter['rank']} on "
+        f"{', '.join(adapter['modules'])} from layer {adapter['first']} on): they were trained together, and over the "
+        "plain target it drafts worse. The text is the adapted target's. Merge the adapter once, for any engine:",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f'base = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto")',
+        'PeftModel.from_pretrained(base, "THIS_FOLDER/target_adapter").merge_and_unload()'
+        '.save_pretrained("MERGED_TARGET")',
+        f'AutoTokenizer.from_pretrained("{target}").save_pretrained("MERGED_TARGET")',
+        "```",
+        "",
+        f"or let vLLM add it: `vllm serve {target} --enable-lora --max-lora-rank {rank} --lora-modules "
+        "adapted=THIS_FOLDER/target_adapter --speculative-config ...`, with `adapted` as the model of each request.",
+        "",
     ]
 
 

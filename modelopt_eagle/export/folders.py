@@ -11,18 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from modelopt_eagle.errors import CheckpointError, ExportError
+from modelopt_eagle.target.adapter import CONFIG as ADAPTER_CONFIG
+from modelopt_eagle.target.adapter import FOLDER as ADAPTER
+from modelopt_eagle.target.adapter import WEIGHTS as ADAPTER_WEIGHTS
 
 COMPLETE_MARKER = "complete.json"
 """Written last into each training checkpoint; a folder without it was cut short."""
 
 EXPORT_FILES = ("config.json", "README.md", "hf_quant_config.json")
-"""With ``*.safetensors``, all that an export holds; a folder with anything else is never overwritten."""
+"""With ``*.safetensors`` and the folder of the target's adapter, all that an export holds; a folder with anything else
+is never overwritten."""
 
 
 def is_export(path: Path) -> bool:
     """Whether a folder holds an earlier export, and so may be replaced."""
     return (path / "config.json").is_file() and all(
-        entry.name in EXPORT_FILES or entry.suffix == ".safetensors" or entry.name == "model.safetensors.index.json"
+        entry.name in EXPORT_FILES
+        or entry.suffix == ".safetensors"
+        or entry.name == "model.safetensors.index.json"
+        or (entry.name == ADAPTER and {file.name for file in entry.iterdir()} <= {ADAPTER_WEIGHTS, ADAPTER_CONFIG})
         for entry in path.iterdir()
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from safetensors.torch import save_file
 
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import ExportError
+from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
 from .card import model_card
-from .engines import engine_notes
-from .folders import whole_folder
 from .embedding import table_of, without_copy
+from .engine_versions import check_versions, needed_version
+from .engines import PROFILES, engine_notes
+from .folders import whole_folder
 from .loader import load_draft
 from .names import LAYER_NAMES, file_tensors
 from .probe import probe
@@ -39,6 +42,7 @@ class ExportReport:
         bytes: size of ``model.safetensors``.
         logits_difference: largest difference between the trained and the reloaded head in one forward pass.
         notes: what a user should know: a rope scaling that was added, engines that would not serve it as trained.
+        needs: the oldest release of each engine that reads all of the head.
     """
 
     path: Path
@@ -47,6 +51,7 @@ class ExportReport:
     bytes: int
     logits_difference: float
     notes: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
 
 
 def target_identity(target) -> dict[str, Any]:
@@ -171,6 +176,8 @@ def export_checkpoint(
     rope_scaling: dict[str, Any] | None = None,
     overwrite: bool = False,
     report: dict[str, Any] | None = None,
+    for_engines: dict[str, str] | None = None,
+    adapter: str | Path | None = None,
 ) -> ExportReport:
     """Write a head so that vLLM, SGLang and TensorRT-LLM load it as it is.
 
@@ -185,6 +192,9 @@ def export_checkpoint(
         rope_scaling: a scaling to declare for long contexts, for a head trained with none.
         overwrite: replace an earlier export.
         report: content of ``acceptance.json``, for the model card.
+        for_engines: engine to the version that will serve the head, as ``{"vllm": "0.22.0"}``: one that does not read
+            all of it is refused.
+        adapter: PEFT folder of the target's adapter that the head was trained with; copied into the export.
 
     Raises:
         ExportError: the folder exists, the head does not fit the target, or reads back differently.
@@ -193,6 +203,7 @@ def export_checkpoint(
     if layer_names not in LAYER_NAMES:
         raise ExportError(f"layer_names is {layer_names!r}; use {' or '.join(LAYER_NAMES)}")
     config = with_target(config or module.config, target)
+    check_versions(for_engines or {}, config, layer_names=layer_names)
     config, notes = with_rope_scaling(config, rope_scaling)
     dtype = parse_dtype(dtype) or module.fc.weight.dtype
     exported = without_copy(rebuilt(module, config), table_of(target))
@@ -201,10 +212,13 @@ def export_checkpoint(
         notes.append("the embedding was the target's own and was left out: engines take the target's")
     tensors = file_tensors(exported, dtype, layer_names)
     data = universal_config(config, dtype)
-    notes = notes + engine_notes(data, tensors, config)
+    notes = notes + engine_notes(data, tensors, config, target_layers=target_identity(target).get("num_layers"))
+    needs = [needed_version(name, config, layer_names=layer_names).text(name) for name in PROFILES]
     card = model_card(config, data, report=report or {}, notes=notes)
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "README.md": card})
+        if adapter is not None:
+            shutil.copytree(adapter, folder / ADAPTER)
         difference = compare(load_draft(folder), exported, dtype)
         size = (folder / "model.safetensors").stat().st_size
-    return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference, notes)
+    return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference, notes, needs)

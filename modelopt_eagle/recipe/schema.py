@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.outcome import ExportSection, ValidationSection
 from modelopt_eagle.recipe.section import LayerId, Positive, PositiveFloat, Section, Share
+from modelopt_eagle.recipe.target_lora import TargetLoraSection, check_fits
 
 
 class ModelSection(Section):
@@ -38,12 +39,12 @@ class ModelSection(Section):
     draft_init: str | None = Field(
         None, description="Folder of a trained head to continue from (any format that `load_draft` reads)."
     )
-    chat_template: str | None = Field(
     draft_init_vocab: Literal["keep", "rebuild"] = Field(
         "keep",
         description="The vocabulary map of `draft_init`: kept as it is, or chosen anew by `eagle.draft_vocab_*` as for "
         "a new head, each row of the head moved with its token.",
     )
+    chat_template: str | None = Field(
         None, description="Jinja chat template, or a file with one, used in place of the target's own."
     )
 
@@ -107,7 +108,17 @@ class DataSection(Section):
     )
     max_rows: Positive | None = Field(None, description="Use only the first rows of the data; null: all.")
     offline_data_path: str | None = Field(
-        None, description="Folder of dumped features: train from it, without running the target."
+        None,
+        description="Folder of dumped features: train from it, without running the target. A feature store, or a dump "
+        "of Model-Optimizer, SpecForge or speculators as it is.",
+    )
+    offline_final_states: Literal["normed", "pre-norm"] | None = Field(
+        None,
+        description="Whether the final states of another tool's dump are after or before the final norm, where its "
+        "files do not say it.",
+    )
+    offline_all_supervised: bool = Field(
+        False, description="Train on every token of another tool's dump that holds no loss mask."
     )
     cache_features: Literal["none", "memory", "disk"] = Field(
         "none",
@@ -148,6 +159,11 @@ class DataSection(Section):
             "offline_data_path and streaming_server_url are two feature sources: set one of them to null, or "
             "on_missing: generate to let the server fill the store",
         )
+        for name, given in (
+            ("offline_final_states", self.offline_final_states is not None),
+            ("offline_all_supervised", self.offline_all_supervised),
+        ):
+            need(stored or not given, f"{name} speaks of a dump: set offline_data_path, or leave it out")
         need(
             stored or self.on_missing == "fail",
             f"on_missing: {self.on_missing} speaks of rows missing from a store: set offline_data_path, or leave it at "
@@ -333,6 +349,7 @@ class Recipe(Section):
     data: DataSection = Field(default_factory=DataSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
     eagle: EagleSection = Field(default_factory=EagleSection)
+    target_lora: TargetLoraSection = Field(default_factory=TargetLoraSection)
     validation: ValidationSection = Field(default_factory=ValidationSection)
     export: ExportSection = Field(default_factory=ExportSection)
 
@@ -344,13 +361,13 @@ class Recipe(Section):
             self.model.draft_init is None or self.eagle.init == "random",
             "model.draft_init and eagle.init: target are two starting points: set one of them (init: random)",
         )
-        vocab, topk = self.eagle.draft_vocab_size, self.validation.topk
-        need(
         need(
             self.model.draft_init is not None or self.model.draft_init_vocab == "keep",
             "model.draft_init_vocab: rebuild is for a head that is continued: give its folder as model.draft_init",
         )
         check_fits(self.target_lora, self.data, self.eagle)
+        vocab, topk = self.eagle.draft_vocab_size, self.validation.topk
+        need(
             vocab is None or topk is None or topk <= vocab,
             f"validation.topk {topk} is larger than the draft vocabulary: choose at most {vocab}",
         )

@@ -28,7 +28,7 @@ class TargetLoraSection(Section):
         0, description="Optimiser steps at the beginning in which the head trains alone."
     )
     preservation_weight: Annotated[float, Field(ge=0)] = Field(
-        0.1,
+        1.0,
         description="Weight of the KL divergence of the adapted target from the unadapted one, where the loss's first "
         "step counts.",
     )
@@ -60,7 +60,7 @@ class TargetLoraSection(Section):
             for name, field in type(self).model_fields.items()
             if name != "rank" and getattr(self, name) != field.default
         ]
-        need(self.rank > 0 or not changed, f"{', '.join(changed)}: read only when rank is above 0: set rank, such as 16")
+        need(self.rank > 0 or not changed, f"{', '.join(changed)}: read only when rank is above 0: set rank: 16, say")
         return self
 
 

@@ -26,9 +26,9 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 class TargetAdapter:
     """Adapters of one rank on the linear modules of a target's upper layers.
 
-    The model is changed in place: each chosen matrix ``W`` computes ``W·x + alpha/rank · B·A·x``, with ``B`` zero at the
-    start, so that nothing changes before the first update. Everything but ``A`` and ``B`` stays frozen. The adapters'
-    weights are float32, whatever the target's.
+    The model is changed in place: each chosen matrix ``W`` computes ``W·x + alpha/rank · B·A·x``, with ``B`` zero at
+    the start, so that nothing changes before the first update. Everything but ``A`` and ``B`` stays frozen. The
+    weights of the adapters are float32, whatever the target's.
 
     Args:
         target: a loaded :class:`~modelopt_eagle.target.Target` without adapters.

@@ -1,9 +1,10 @@
 """Checkpoints that are complete or absent.
 
 ``checkpoint-STEP/`` holds the head (``model.safetensors`` under the module's names, ``draft_config.json``) and the
-state of training (``optimizer.pt``, ``rng-RANK.pt``, ``trainer_state.json``, ``recipe.yaml``). It is made under a
-temporary name, flushed to the disk and renamed; ``complete.json`` is written last of all and holds the size and SHA-256
-of every file. A folder without it, or that does not match it, is passed over and the one before is used.
+state of training (``optimizer.pt``, ``rng-RANK.pt``, ``trainer_state.json``, ``recipe.yaml``); with adapters on the
+target also ``target_adapter/``, a PEFT folder. It is made under a temporary name, flushed to the disk and renamed;
+``complete.json`` is written last of all and holds the size and SHA-256 of every file. A folder without it, or that
+does not match it, is passed over and the one before is used.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.target.adapter import FOLDER as ADAPTER
+from modelopt_eagle.target.adapter import read_adapter
 
 COMPLETE = "complete.json"
 WEIGHTS = "model.safetensors"
@@ -46,6 +49,7 @@ class Checkpoint:
         optimizers: one ``state_dict`` an optimiser.
         rng: random states of this process.
         state: ``trainer_state.json``.
+        adapter: tensors of the target's adapters, or ``None``.
     """
 
     folder: Path
@@ -54,6 +58,7 @@ class Checkpoint:
     optimizers: list[dict]
     rng: dict
     state: dict
+    adapter: dict[str, torch.Tensor] | None = None
 
 
 class CheckpointFolder:
@@ -91,7 +96,14 @@ class CheckpointFolder:
         return [step for step in steps if (self.path(step) / COMPLETE).is_file()]
 
     def save(
-        self, step: int, module: EagleModule, optimizers: list, state: dict, recipe_text: str, best_step: int
+        self,
+        step: int,
+        module: EagleModule,
+        optimizers: list,
+        state: dict,
+        recipe_text: str,
+        best_step: int,
+        adapter=None,
     ) -> Path:
         """Write a checkpoint, point ``best`` at the best one, then remove what is over the limit.
 
@@ -101,6 +113,7 @@ class CheckpointFolder:
             state: plain values for ``trainer_state.json``; ``step`` and ``world_size`` are added.
             recipe_text: the resolved recipe.
             best_step: step of the checkpoint to keep and to point at.
+            adapter: the target's ``TargetAdapter``, if it has one.
 
         Raises:
             CheckpointError: the disk is full or refuses; older checkpoints are as they were.
@@ -118,7 +131,7 @@ class CheckpointFolder:
             self.barrier()
             if self.rank == 0:
                 state = {**state, "step": step, "world_size": self.world_size}
-                self._write_files(part, module, optimizers, state, recipe_text)
+                self._write_files(part, module, optimizers, state, recipe_text, adapter)
                 if folder.exists():
                     shutil.rmtree(folder)
                 os.replace(part, folder)
@@ -137,10 +150,15 @@ class CheckpointFolder:
         self.barrier()
         return folder
 
-    def _write_files(self, part: Path, module, optimizers, state: dict, recipe_text: str) -> None:
+    def _write_files(self, part: Path, module, optimizers, state: dict, recipe_text: str, adapter) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
         _flush_file(part / WEIGHTS)
+        if adapter is not None:
+            adapter.save(part / ADAPTER)
+            for file in (part / ADAPTER).iterdir():
+                _flush_file(file)
+            _flush_folder(part / ADAPTER)
         dumps = [optimizer.state_dict() for optimizer in optimizers]
         _write(part / OPTIMIZER, lambda stream: torch.save(dumps, stream))
         for name, text in (
@@ -203,6 +221,7 @@ class CheckpointFolder:
             torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True),
             torch.load(folder / f"rng-{self.rank}.pt", map_location="cpu", weights_only=True),
             state,
+            read_adapter(folder / ADAPTER)[1] if (folder / ADAPTER).is_dir() else None,
         )
 
     def require_room(self, module: EagleModule) -> None:
@@ -264,7 +283,8 @@ def set_rng_state(state: dict) -> None:
 
 
 def _manifest(folder: Path, step: int) -> str:
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": _sha256(f)} for f in sorted(folder.iterdir())}
+    found = sorted(file for file in folder.rglob("*") if file.is_file())
+    files = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _sha256(f)} for f in found}
     return json.dumps({"step": step, "files": files}, indent=1)
 
 

@@ -64,6 +64,8 @@ class LossOutput:
             target's argmax over its full vocabulary.
         asked_counts: ``[K]`` int64 counted positions together with those that were dropped because their token lies
             outside the draft vocabulary; what an honest accuracy divides by.
+        preservation: scalar, detached: how far the adapted target is from the unadapted one, see
+            :mod:`modelopt_eagle.training.adapted`; ``None`` for a target without adapters.
     """
 
     loss: Tensor
@@ -71,6 +73,7 @@ class LossOutput:
     valid_counts: Tensor
     top1_hits: Tensor
     asked_counts: Tensor
+    preservation: Tensor | None = None
 
 
 def distillation_loss(

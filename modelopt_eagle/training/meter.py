@@ -25,6 +25,7 @@ class Meter:
         """Begin anew."""
         self.steps = self.tokens = 0
         self._sums: torch.Tensor | None = None
+        self._drift: torch.Tensor | None = None
         self._since = time.monotonic()
 
     def add(self, output: LossOutput) -> None:
@@ -32,6 +33,9 @@ class Meter:
         parts = (output.per_step, output.asked_counts, output.top1_hits)
         values = torch.stack([part.double() for part in parts])  # [3,K]
         self._sums = values if self._sums is None else self._sums + values
+        if output.preservation is not None:
+            drift = output.preservation.double()
+            self._drift = drift if self._drift is None else self._drift + drift
 
     def take(self) -> dict:
         """Means since the last call, over all processes, and begin anew.
@@ -39,7 +43,8 @@ class Meter:
         Returns:
             ``loss`` (decayed sum over rollout steps), ``per_step [K]``, ``accuracy [K]`` (share of supervised
             positions whose draft is the target's choice; a token outside the draft vocabulary is a miss, also where the
-            loss drops it), ``tokens_per_second``, ``seconds_per_step``.
+            loss drops it), ``tokens_per_second``, ``seconds_per_step``; with adapters on the target
+            ``preservation_kl``, nats a counted position.
         """
         sums, counts, hits = self.accelerator.reduce(self._sums, "sum").tolist()
         seconds = time.monotonic() - self._since
@@ -51,5 +56,7 @@ class Meter:
             "tokens_per_second": self.tokens / max(seconds, 1e-9),
             "seconds_per_step": seconds / self.steps,
         }
+        if self._drift is not None:
+            metrics["preservation_kl"] = float(self.accelerator.reduce(self._drift, "sum")) / self.steps
         self.reset()
         return metrics

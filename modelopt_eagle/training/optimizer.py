@@ -7,6 +7,7 @@ one factor from the schedule drives all of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -74,12 +75,16 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(update, alpha=-group["lr"] * scale)
 
 
-def build_optimizers(module: nn.Module, training) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    module: nn.Module, training, adapters: Sequence[nn.Parameter] = (), adapter_rate: float | None = None
+) -> list[torch.optim.Optimizer]:
     """The optimisers of a recipe.
 
     Args:
         module: the head.
         training: the recipe's ``training`` section.
+        adapters: those of the target; AdamW takes them, without weight decay.
+        adapter_rate: their learning rate; default that of the recipe.
 
     Returns:
         one AdamW, or a Muon for the matrices of ``layers`` and ``fc`` and an AdamW for the rest. Each parameter group
@@ -92,6 +97,7 @@ def build_optimizers(module: nn.Module, training) -> list[torch.optim.Optimizer]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": training.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        {"params": list(adapters), "weight_decay": 0.0, "lr": adapter_rate or training.learning_rate},
     ]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(

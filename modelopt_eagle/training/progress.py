@@ -70,8 +70,9 @@ class ProgressView:
 def progress_text(step: int, total: int, metrics: dict, remaining: float) -> str:
     """One line: step, loss, accuracy of each rollout step, rate, remaining time."""
     accuracy = " ".join(f"{share:.2f}" for share in metrics["accuracy"])
+    drift = f" | target KL {metrics['preservation_kl']:.4f}" if "preservation_kl" in metrics else ""
     return (
-        f"step {step}/{total} | loss {metrics['loss']:.3f} | accuracy {accuracy} | "
+        f"step {step}/{total} | loss {metrics['loss']:.3f} | accuracy {accuracy}{drift} | "
         f"{metrics['tokens_per_second']:.0f} tokens/s | {clock(remaining)} left"
     )
 

@@ -13,9 +13,12 @@ import torch
 from modelopt_eagle.draft import EagleModule, check_aux_layer_ids, default_aux_layer_ids
 from modelopt_eagle.errors import RecipeError, TrainingError, require_extra
 from modelopt_eagle.features import FeatureSource
+from modelopt_eagle.features.adapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import load_target, load_target_tables
+from modelopt_eagle.target.adapter import TargetAdapter
 
+from .adapted import AdaptedStep, check_adapters, make_adapter
 from .checkpoint import RECIPE, STATE, CheckpointFolder
 from .heads import check_head, continued_head, new_head, rebuild_vocabulary
 from .own_share import own_share, own_share_line
@@ -37,6 +40,7 @@ class Run:
         eval_source: features of held-out rows, or ``None``.
         provenance: plain values that a resumed run must find again.
         header: what was printed about it.
+        adapter: the target's adapters, if they are trained.
     """
 
     step: TrainingStep
@@ -44,6 +48,7 @@ class Run:
     eval_source: FeatureSource | None
     provenance: dict
     header: list[str]
+    adapter: TargetAdapter | None = None
 
 
 def make_accelerator(recipe: Recipe):
@@ -135,6 +140,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         check_head(recipe, target, ids)
     if not offline:
         target.check_parity(parity_sample(target))
+    if recipe.target_lora.rank:
+        check_adapters(recipe, target)
     if asks_servers(recipe) or fills_store(recipe):
         data = from_servers_or_filled_store(recipe, target, ids, accelerator, say)
     elif offline:
@@ -145,16 +152,27 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
     else:
         vocabulary = f"draft vocabulary: the {head.config.draft_vocab_size} tokens of {recipe.model.draft_init}, kept"
+        if recipe.model.draft_init_vocab == "rebuild":
+            head, vocabulary = rebuild_vocabulary(recipe, head, target, data)
         head.config.training_length = max(head.config.training_length or 0, max(data.train.lengths))
     if not offline and any(p.requires_grad for p in target.model.parameters()):
         raise TrainingError("a parameter of the target is trainable; only the head may be: please report this")
     head = head.float().to(accelerator.device).train()
     tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
-    step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
     frozen = 0 if offline else sum(p.numel() for p in target.model.parameters())
-        if recipe.model.draft_init_vocab == "rebuild":
-            head, vocabulary = rebuild_vocabulary(recipe, head, target, data)
-    header = [*data.header, own_share_line(own_share(data.train)), vocabulary, *head_lines(head, frozen)]
+    header = [*data.header, own_share_line(own_share(data.train)), vocabulary]
+    adapter = None
+    if recipe.target_lora.rank:
+        adapter = make_adapter(recipe, target, accelerator.device)
+        head.config.extra = {**head.config.extra, "target_adapter": adapter.summary()}
+        data.train = UnadaptedSource(data.train, adapter)
+        step = AdaptedStep(
+            head, tables, recipe.eagle, recipe.training.precision, adapter, recipe.target_lora, recipe.training.seed
+        )
+        header.append(adapter.line())
+    else:
+        step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
+    header += head_lines(head, frozen, adapter)
     for line in header[len(data.header) :]:
         say(line)
     provenance = {
@@ -163,7 +181,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         "data": data.fingerprint,
         "rows": len(data.train.lengths),
     }
-    return Run(step, data.train, data.held_out, provenance, header)
+    return Run(step, data.train, data.held_out, provenance, header, adapter)
 
 
 def layer_ids(recipe: Recipe, config, head: EagleModule | None = None) -> tuple[int, ...]:
@@ -194,17 +212,22 @@ def architecture_line(config) -> str:
     return "head: " + ", ".join(parts)
 
 
-def head_lines(head: EagleModule, frozen: int) -> list[str]:
+def head_lines(head: EagleModule, frozen: int, adapter: TargetAdapter | None = None) -> list[str]:
     """What is trained and how much memory it takes.
 
     Args:
         frozen: parameters of the loaded target.
+        adapter: its adapters, if they are trained.
     """
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    where = "all of the head"
+    if adapter is not None:
+        trained += sum(p.numel() for p in adapter.parameters())
+        where = "the head and the adapters"
     total = trained + frozen
     return [
         architecture_line(head.config),
-        f"trainable: {trained / 1e6:.2f} M of {total / 1e6:.2f} M parameters ({trained / total:.1%}), all of the head",
+        f"trainable: {trained / 1e6:.2f} M of {total / 1e6:.2f} M parameters ({trained / total:.1%}), {where}",
         f"memory: {trained * 16 / 2**20:.0f} MiB for weights, gradients and optimiser; a checkpoint takes "
         f"{trained * 12 / 2**20:.0f} MiB",
     ]

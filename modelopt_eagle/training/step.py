@@ -103,7 +103,7 @@ class TrainingStep(nn.Module):
             processes are exact.
         """
         if batch is None:
-            zero = sum((p.sum() * 0.0 for p in self.module.parameters() if p.requires_grad), normalizers.new_zeros(()))
+            zero = sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), normalizers.new_zeros(()))
             empty = torch.zeros(self.eagle.ttt_steps, dtype=torch.int64, device=normalizers.device)
             return LossOutput(zero, empty.float(), empty, empty, empty)
         eagle = self.eagle
@@ -180,11 +180,20 @@ class TrainingStep(nn.Module):
         """
         return normaliser(CONVENTIONS[self.eagle.convention], counts, positions)
 
-    @torch.no_grad()
+    def options(self, index: int, place: int, rank: int) -> dict:
+        """Further arguments of :meth:`forward` for a micro-batch: step, place in its window, process."""
+        return {}
+
+    def after_backward(self, index: int) -> None:
+        """Called once a step, when all gradients are there."""
+
     def count_positions(self, batch: FeatureBatch | None) -> Tensor | None:
         """``[K]`` int64 positions that the loss will count in a batch, found without running the head."""
-        if batch is None:
-            return None
+        return None if batch is None else self.counted(batch).sum(1)
+
+    @torch.no_grad()
+    def counted(self, batch: FeatureBatch) -> Tensor:
+        """``[K, N]`` bool: the anchors that each step of the loss will count."""
         eagle, supervised = self.eagle, batch.supervised.flatten()  # [N]
         documents = Documents.make(1, batch.num_tokens, batch.document_ids, supervised.device)
         rule = CONVENTIONS[eagle.convention]
@@ -198,7 +207,7 @@ class TrainingStep(nn.Module):
             top1=None if top1 is None else top1.flatten(),
             labels=None if labels is None else labels.flatten(),
         )
-        masks = counted_masks(
+        return counted_masks(
             documents,
             supervised,
             eagle.ttt_steps,
@@ -207,8 +216,7 @@ class TrainingStep(nn.Module):
             teacher=teacher,
             t2d=self.module.t2d,
             in_vocab_only=eagle.in_vocab_only or rule.in_vocab_only,
-        )  # [K,N]
-        return masks.sum(1)
+        )
 
 
 def compile_layers(module: EagleModule, backend: str = "inductor") -> None:

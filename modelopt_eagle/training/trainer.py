@@ -100,7 +100,10 @@ class Trainer:
             compile_layers(self.step.module)
         self.wrapped = accelerator.prepare_model(run.step)
         self.parameters = [p for p in self.step.parameters() if p.requires_grad]
-        self.optimizers = build_optimizers(self.step.module, self.settings)
+        self.head_parameters = [p for p in self.step.module.parameters() if p.requires_grad]
+        adapters = () if run.adapter is None else run.adapter.parameters()
+        rate = recipe.target_lora.learning_rate
+        self.optimizers = build_optimizers(self.step.module, self.settings, adapters, rate)
         self.windows_per_epoch, total = count_steps(recipe, run.source.lengths, self.world)
         budget = self.settings.time_budget_minutes
         self.schedule = Schedule(
@@ -159,6 +162,8 @@ class Trainer:
             )
         self.step.module.load_state_dict(found.tensors)
         self.step.renew_rows()
+        if self.run.adapter is not None:
+            self.run.adapter.load(found.adapter)
         for optimizer, state in zip(self.optimizers, found.optimizers, strict=True):
             optimizer.load_state_dict(state)
         set_rng_state(found.rng)
@@ -217,12 +222,16 @@ class Trainer:
         for place, batch in enumerate(window):
             last = place == len(window) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                output = self.wrapped(batch, self.normalizers, self.generator(index, place), steps)
+                more = self.step.options(index, place, self.rank)
+                output = self.wrapped(batch, self.normalizers, self.generator(index, place), steps, **more)
                 # data-parallel wrappers average gradients over processes, the loss is already a share of the sum
                 self.accelerator.backward(output.loss * self.world)
             self.meter.add(output)
+        self.step.after_backward(index)
         if self.settings.max_grad_norm is not None:
-            self.grad_norm = self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+            self.grad_norm = self.accelerator.clip_grad_norm_(self.head_parameters, self.settings.max_grad_norm)
+            if self.run.adapter is not None:  # apart, so that neither shortens the other's step
+                self.accelerator.clip_grad_norm_(self.run.adapter.parameters(), self.settings.max_grad_norm)
         self.learning_rate = set_learning_rate(self.optimizers, self.schedule.factor(index, self.state.elapsed))
         for optimizer in self.optimizers:
             optimizer.step()
@@ -252,9 +261,10 @@ class Trainer:
     def report(self) -> None:
         """Metrics since the last report, to the bar, the log and the history."""
         metrics = self.meter.take()
-        if not math.isfinite(metrics["loss"]):
+        loss = metrics["loss"] + metrics.get("preservation_kl", 0.0)
+        if not math.isfinite(loss):
             raise TrainingError(
-                f"the loss is {metrics['loss']} at step {self.state.step}: lower training.learning_rate or set "
+                f"the loss is {loss} at step {self.state.step}: lower training.learning_rate or set "
                 f"training.precision=float32; {self.checkpoints.path(self.saved_step or 0)} is the newest good "
                 "checkpoint (name another training.output_dir for the new run)"
             )
@@ -309,8 +319,9 @@ class Trainer:
             raise TrainingError(f"weights are not finite at step {self.state.step}: lower training.learning_rate")
         best = self.state.step if self.state.best_step is None else self.state.best_step
         self.checkpoints.save(
-            self.state.step, self.step.module, self.optimizers, asdict(self.state), resolved_text(self.recipe), best
-        )
+            self.state.step, self.step.module, self.optimizers, asdict(self.state), resolved_text(self.recipe), best,
+            self.run.adapter,
+        )  # fmt: skip
         self.saved_step = self.state.step
 
     def end(self) -> None:

@@ -123,6 +123,7 @@ def test_every_key_is_read_outside_the_schema():
         "data": {"data"},
         "training": {"training", "settings"},
         "eagle": {"eagle"},
+        "target_lora": {"target_lora", "lora"},
         "validation": {"validation", "section"},
         "export": {"export", "section"},
         "recipe": {"recipe"},
