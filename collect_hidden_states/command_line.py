@@ -113,6 +113,7 @@ def _run(args: argparse.Namespace, open_back_end: Callable[[argparse.Namespace],
         max_length=args.max_length,
         overlong=args.overlong,
         end_token_ids=back_end.end_token_ids,
+        vision=getattr(back_end, "vision", None),
     )
     print(data.header())
     if args.estimate:

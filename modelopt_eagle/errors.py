@@ -41,6 +41,10 @@ class StreamError(EagleError):
     """A feature server that refused, failed or answered nonsense."""
 
 
+class ImageError(DataError):
+    """Pictures that a target's processor does not take."""
+
+
 class MissingExtraError(EagleError, ImportError):
     """An optional dependency that is not installed."""
 

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.errors import CheckpointError, DataError
     from modelopt_eagle.target.identity import tokenizer_hash
     from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
+    from modelopt_eagle.target.vision import vision_of
 
     place = resolve(arguments.model)
     config = load_config(place, trust_remote_code=arguments.trust_remote_code)
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         max_length=arguments.max_length,
         end_token_ids=ends,
         workers=arguments.workers,
+        vision=vision_of(tokenizer, place, config, trust_remote_code=arguments.trust_remote_code),
     )
     print(dataset.header())
     choice = choose_draft_vocab(dataset.rows, tokenizer, vocab_size, arguments.draft_vocab_size, ends)

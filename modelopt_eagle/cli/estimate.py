@@ -93,12 +93,15 @@ def read_data(recipe) -> tuple[int, int, int]:
         reader = StoreReader(recipe.data.offline_data_path, verify="read")
         return len(reader), sum(reader.lengths), sum(reader.supervised)
     from modelopt_eagle.data import prepare_dataset
-    from modelopt_eagle.target.load import load_tokenizer, resolve
+    from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
+    from modelopt_eagle.target.vision import vision_of
 
     model, data = recipe.model, recipe.data
-    tokenizer = load_tokenizer(resolve(model.base_model), model.revision, model.trust_remote_code, model.chat_template)
+    place, options = resolve(model.base_model), (model.revision, model.trust_remote_code)
+    tokenizer = load_tokenizer(place, *options, model.chat_template)
     report = prepare_dataset(
         tokenizer, data.train_path, unknown_role=data.unknown_role, role_aliases=data.role_aliases,
+        vision=vision_of(tokenizer, place, load_config(place, *options), *options),
         max_rows=data.max_rows, max_length=data.max_length, overlong=data.overlong,
     ).report  # fmt: skip
     return report.rows, report.tokens, report.supervised

@@ -119,6 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         f"({-report.drop:+.1%})"
     )
     print(f"exported           {report.path}")
+    for need in report.needs:
+        print(f"needs              {need}")
     for note in report.notes:
         print(f"note               {note}")
     return 0

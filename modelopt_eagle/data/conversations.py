@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
-from modelopt_eagle.data.report import DataReport
-from modelopt_eagle.data.roles import Message, RowRejected, messages_of, refuse_what_is_not_rendered, row_id
+from modelopt_eagle.data.report import DataReport, RowRejected
+from modelopt_eagle.data.roles import Message, messages_of, refuse_what_is_not_rendered, row_id
 from modelopt_eagle.errors import DataError
 
 _NAMES = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}

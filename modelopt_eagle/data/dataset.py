@@ -16,9 +16,9 @@ from modelopt_eagle.data.encode import (
     encode_rows,
     uses_generation_tags,
 )
-from modelopt_eagle.data.report import DataReport
-from modelopt_eagle.data.roles import RowRejected
-from modelopt_eagle.data.template import render_conversation, template_hash
+from modelopt_eagle.data.images import expand_images
+from modelopt_eagle.data.report import DataReport, RowRejected
+from modelopt_eagle.data.template import RenderedRow, render_conversation, template_hash
 from modelopt_eagle.errors import DataError
 
 _CHUNK = 128  # conversations tokenised in one call
@@ -60,6 +60,7 @@ class _Options:
     overlong: str
     end_token_ids: tuple[int, ...]
     supervise_cut_ends: bool
+    vision: object | None
 
 
 def render(tokenizer, conversation: Conversation, **options) -> list[TokenizedRow]:
@@ -83,6 +84,7 @@ def tokenize_conversations(
     end_token_ids: Sequence[int] = (),
     supervise_cut_ends: bool = False,
     workers: int = 1,
+    vision=None,
 ) -> TokenizedDataset:
     """Render, tokenise and mark every conversation.
 
@@ -95,9 +97,11 @@ def tokenize_conversations(
         supervise_cut_ends: also learn the end-of-turn token that a template puts behind answers with
             ``finish_reason: length``, although the target did not write it.
         workers: processes that render; 1 renders here.
+        vision: ``Target.vision``, which reads the images of conversations; without it those with images are dropped.
 
     Raises:
         DataError: no supervised token at all, a bad option, or a tokenizer without chat template.
+        TargetError: conversations with images, and a target whose processor cannot be loaded.
     """
     if overlong not in ("truncate", "drop"):
         raise DataError(f"overlong must be truncate or drop, found {overlong!r}")
@@ -107,7 +111,7 @@ def tokenize_conversations(
         raise DataError(f"workers must be at least 1, found {workers}")
     items = list(getattr(conversations, "rows", conversations))
     report = _continued(getattr(conversations, "report", DataReport(read=len(items))), max_length)
-    options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends)
+    options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends, vision)
     chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
     rows: list[TokenizedRow] = []
     for part, partial in _map(tokenizer, chunks, options, workers):
@@ -154,6 +158,11 @@ def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _
     rendered, origins = [], []
     for conversation in conversations:
         try:
+            if options.vision is None and any(message.images for message in conversation.messages):
+                raise RowRejected(
+                    "image_without_processor",
+                    "the row has images, and the target reads none, or its features come from an engine or a server",
+                )
             texts = render_conversation(tokenizer, conversation)
         except RowRejected as error:
             place = conversation.place or conversation.id
@@ -163,15 +172,21 @@ def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _
         rendered += texts
         origins += [conversation] * len(texts)
     special = SpecialIds.of(tokenizer, options.end_token_ids)
-    encoded, notes = encode_rows(tokenizer, rendered, special, options.supervise_cut_ends)
-    report.notes += notes
-    tagged = uses_generation_tags(tokenizer) and tokenizer.is_fast
+    encoded, notes = encode_rows(
+        tokenizer, [row for row in rendered if not row.pictured], special, options.supervise_cut_ends
+    )
+    texts, tagged = iter(encoded), uses_generation_tags(tokenizer) and tokenizer.is_fast
     rows = []
-    for text, origin, (ids, flags) in zip(rendered, origins, encoded, strict=True):
+    for text, origin in zip(rendered, origins, strict=True):
         try:
-            if tagged:
-                flags = apply_generation_tags(tokenizer, text, ids, flags, origin.place)
-            row = _fit(TokenizedRow(text.id, origin.category, ids, flags, 0), options, report, origin.place)
+            if text.pictured:
+                ids, flags, images = _encode_with_images(tokenizer, text, special, options, notes, origin.place)
+            else:
+                (ids, flags), images = next(texts), None
+                if tagged:
+                    flags = apply_generation_tags(tokenizer, text, ids, flags, origin.place)
+            row = TokenizedRow(text.id, origin.category, ids, flags, 0, images)
+            row = _fit(row, options, report, origin.place)
         except RowRejected as error:
             report.drop(error.reason, str(error))
             continue
@@ -180,8 +195,31 @@ def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _
         report.tokens += len(row.input_ids)
         report.supervised += sum(row.supervised)
         rows.append(row)
-    report.notes += Counter()  # forget the zeros
+    report.notes += notes  # and forget the zeros
     return rows, report
+
+
+def _encode_with_images(
+    tokenizer, row: RenderedRow, special: SpecialIds, options: _Options, notes: Counter, place: str
+):
+    """Ids, flags and images of one rendered row; the place is put before what a rejection says."""
+    try:
+        expanded, wanted = expand_images(row, options.vision)
+    except RowRejected as error:
+        raise RowRejected(error.reason, f"{place}: {error}") from error
+    ((ids, flags),), counted = encode_rows(tokenizer, [expanded], special, options.supervise_cut_ends)
+    notes += counted
+    if ids != wanted:
+        raise RowRejected(
+            "image_refused", f"{place}: the target's processor gives other token ids than its tokenizer for this text"
+        )
+    if uses_generation_tags(tokenizer) and tokenizer.is_fast:
+        # the tags are read from the row as rendered; answers hold no placeholder, so its supervised tokens are the same
+        ((short, before),), _ = encode_rows(tokenizer, [row], special, options.supervise_cut_ends)
+        after = apply_generation_tags(tokenizer, row, short, list(before), place)
+        marks = iter([mark for mark, flag in zip(after, before, strict=True) if flag])
+        flags = [flag and next(marks) for flag in flags]
+    return ids, flags, expanded.images
 
 
 def _fit(row: TokenizedRow, options: _Options, report: DataReport, place: str) -> TokenizedRow:
@@ -189,6 +227,10 @@ def _fit(row: TokenizedRow, options: _Options, report: DataReport, place: str) -
     if window is not None and length > window:
         if options.overlong == "drop":
             raise RowRejected("too_long", f"{place}: {length} tokens, the window has {window}")
+        if row.images is not None and window < row.images.end:
+            raise RowRejected(
+                "image_past_window", f"{place}: its last image ends at {row.images.end} tokens, the window has {window}"
+            )
         row = replace(row, input_ids=row.input_ids[:window], supervised=row.supervised[:window])
     if True not in row.supervised:
         if length > len(row.input_ids):

@@ -17,8 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelopt_eagle.data.roles import RowRejected
-from modelopt_eagle.data.template import AnswerSpan, RenderedRow, render_text
+from modelopt_eagle.data.images import RowImages
+from modelopt_eagle.data.report import RowRejected
+from modelopt_eagle.data.template import AnswerSpan, RenderedRow, render_text, template_messages
 
 
 @dataclass
@@ -31,6 +32,7 @@ class TokenizedRow:
         input_ids: ``s`` token ids.
         supervised: ``s`` flags: this token is the target's own, to be predicted from the tokens before it.
         prompt_length: tokens before the first answer.
+        images: what the target sees at the placeholders among the ids; ``None`` for a row of text.
     """
 
     id: str
@@ -38,6 +40,7 @@ class TokenizedRow:
     input_ids: list[int]
     supervised: list[bool]
     prompt_length: int
+    images: RowImages | None = None
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,12 @@ def apply_generation_tags(tokenizer, row: RenderedRow, ids: list[int], flags: li
     Raises:
         RowRejected: ``generation_tags_disagree``.
     """
-    plain = [{"role": message.role, "content": message.content} for message in row.messages]
-    output = tokenizer.apply_chat_template(plain, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    output = tokenizer.apply_chat_template(
+        template_messages(tokenizer, row.messages),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
     if output["input_ids"] != ids:
         return flags  # the generation prompt supplies text that finished turns lack: the tags describe another text
     tagged = [bool(mark) for mark in output["assistant_masks"]]

@@ -22,10 +22,11 @@ _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One JSON object and where it stands, for messages."""
+    """One JSON object and where it stands, for messages; ``folder``: what file names in it are relative to."""
 
     value: dict
     place: str
+    folder: Path | None = None
 
 
 def read_rows(
@@ -75,7 +76,7 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
             if raw.strip():
-                yield SourceRow(_object(_decode(raw, place), place), place)
+                yield SourceRow(_object(_decode(raw, place), place), place, path.parent)
 
 
 def _read_array(path: Path) -> Iterator[SourceRow]:
@@ -93,7 +94,7 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
         place = f"{path}[{index}]"
         if not isinstance(value, dict):
             raise DataError(f"{place}: expected a JSON object, found {type(value).__name__}")
-        yield SourceRow(value, place)
+        yield SourceRow(value, place, path.parent)
 
 
 def _read_hub(name: str) -> Iterator[SourceRow]:

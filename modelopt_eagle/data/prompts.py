@@ -15,6 +15,10 @@ from modelopt_eagle.data.roles import messages_of, row_id
 from modelopt_eagle.errors import DataError
 
 _NAMES = {"quickstart": ASSETS / "prompts.jsonl", "mt_bench": "HuggingFaceH4/mt_bench_prompts"}
+_NO_IMAGES = (
+    "prompts with images are not supported, the generator reads text only; training and its evaluation take rows with "
+    "images, here give prompts without"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ def _prompt(row: SourceRow, index: int) -> Prompt:
     identifier = row_id(row, index)
     category = str(value.get("category") or "all")
     turns = value.get("turns", value.get("prompt"))
+    if turns is not None and (value.get("image") or value.get("images")):
+        raise DataError(f"{row.place}: {_NO_IMAGES}")
     if isinstance(turns, str):
         turns = [turns]
     if turns is not None:
@@ -77,6 +83,8 @@ def _prompt(row: SourceRow, index: int) -> Prompt:
             raise DataError(f"{row.place}: `turns` must be a non-empty list of non-empty texts")
         return Prompt(identifier, category, tuple(turns))
     messages = messages_of(row)
+    if any(message.images for message in messages):
+        raise DataError(f"{row.place}: {_NO_IMAGES}")
     system = "\n\n".join(message.content for message in messages if message.role == "system") or None
     asked = tuple(message.content for message in messages if message.role == "user")
     if not asked:

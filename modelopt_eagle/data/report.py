@@ -8,7 +8,7 @@ from modelopt_eagle.errors import DataError
 REASONS = {
     "no_messages": "no turns under `messages` or `conversations`",
     "malformed_message": "a turn without role and text",
-    "non_text_content": "a turn whose content is no text",
+    "non_text_content": "a turn whose content is neither text nor images",
     "tool_role": "tool use",
     "separate_reasoning": "reasoning in a field of its own",
     "unknown_role": "a role that is neither known nor aliased",
@@ -21,8 +21,25 @@ REASONS = {
     "no_supervised_token": "no token lies wholly within an answer",
     "too_long": "longer than max_length, and overlong is drop",
     "prompt_fills_window": "no answer begins within max_length",
+    "image_not_local": "an image that is no local file",
+    "image_missing": "an image file that is not there",
+    "image_unreadable": "a file that is no image, or a damaged one",
+    "image_count": "other numbers of images and of places for them",
+    "image_in_answer": "an image in an assistant's turn",
+    "image_without_processor": "images, and nothing here that reads them",
+    "image_not_rendered": "the chat template leaves images out",
+    "image_refused": "the target's processor raised an error",
+    "image_past_window": "an image lies behind max_length",
 }
 """What each drop reason means."""
+
+
+class RowRejected(DataError):
+    """A row that cannot be used, with the ``reason`` under which it is counted."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass

@@ -5,10 +5,12 @@ found per row.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from modelopt_eagle.data.files import SourceRow
-from modelopt_eagle.errors import DataError
+from modelopt_eagle.data.images import Image, fill_in, parts_of
+from modelopt_eagle.data.report import RowRejected
 
 ROLE_ALIASES: dict[str, str] = {
     "system": "system", "developer": "system",
@@ -23,21 +25,26 @@ TOOL_ROLES = frozenset(
 _MESSAGE_KEYS = ("messages", "conversations")
 
 
-class RowRejected(DataError):
-    """A row that cannot be used, with the ``reason`` under which it is counted."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
-
-
 @dataclass(frozen=True)
 class Message:
-    """One turn. ``finish_reason`` is ``"length"`` for an answer that was cut before the target ended it."""
+    """One turn.
+
+    Attributes:
+        role: system, user or assistant.
+        content: its text; of a turn with images, all its texts.
+        finish_reason: ``"length"`` for an answer that was cut before the target ended it.
+        parts: texts and images in their order, of a turn with images; else empty.
+    """
 
     role: str
     content: str
     finish_reason: str | None = None
+    parts: tuple[str | Image, ...] = ()
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Its images, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Image))
 
 
 def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> list[Message]:
@@ -49,7 +56,7 @@ def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> lis
 
     Raises:
         RowRejected: reasons ``no_messages``, ``malformed_message``, ``tool_role``, ``unknown_role``,
-            ``non_text_content``.
+            ``non_text_content``, and the ``image_…`` ones of :mod:`modelopt_eagle.data.images`.
     """
     value, place = row.value, row.place
     turns_key = next((key for key in _MESSAGE_KEYS if value.get(key)), None)
@@ -61,7 +68,8 @@ def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> lis
     turns = value[turns_key]
     if not isinstance(turns, list):
         raise RowRejected("malformed_message", f"{place}: `{turns_key}` must be a list, found {type(turns).__name__}")
-    messages = [_message(turn, f"{place}, turn {index}", aliases or {}) for index, turn in enumerate(turns)]
+    messages = [_message(turn, f"{place}, turn {i}", aliases or {}, row.folder) for i, turn in enumerate(turns)]
+    messages = _with_row_images(messages, row)
     system = value.get("system")
     if isinstance(system, str) and system.strip() and messages[0].role != "system":
         messages.insert(0, Message("system", system))
@@ -102,7 +110,26 @@ def row_id(row: SourceRow, index: int) -> str:
     return str(next((row.value[key] for key in keys if row.value.get(key) is not None), f"row-{index:06d}"))
 
 
-def _message(turn, place: str, aliases: Mapping[str, str]) -> Message:
+def _with_row_images(messages: list[Message], row: SourceRow) -> list[Message]:
+    """The messages with the row's own ``image`` or ``images`` in their places; images in answers are refused."""
+    if any(message.images for message in messages) or row.value.get("image") or row.value.get("images"):
+        first_user = next((i for i, message in enumerate(messages) if message.role == "user"), len(messages))
+        turns = [message.parts or (message.content,) for message in messages]
+        turns = fill_in(turns, row.value, row.folder, row.place, first_user)
+        messages = [_with_parts(message, parts) for message, parts in zip(messages, turns, strict=True)]
+    for index, message in enumerate(messages):
+        if message.images and message.role == "assistant":
+            raise RowRejected("image_in_answer", f"{row.place}, turn {index}: no target here writes images")
+    return messages
+
+
+def _with_parts(message: Message, parts: tuple[str | Image, ...]) -> Message:
+    if not any(isinstance(part, Image) for part in parts):
+        return replace(message, content="".join(parts), parts=())
+    return replace(message, content="".join(part for part in parts if isinstance(part, str)), parts=parts)
+
+
+def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None) -> Message:
     if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
         found = ", ".join(sorted(turn)) if isinstance(turn, dict) else type(turn).__name__
         raise RowRejected(
@@ -124,8 +151,10 @@ def _message(turn, place: str, aliases: Mapping[str, str]) -> Message:
             f"{place}: unknown role {name!r}; known are {known}; map it with a role alias such as {name}=assistant",
         )
     content = turn.get(text_key)
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+    parts = parts_of(content, folder, place) if isinstance(content, list) else None
+    if parts is not None:
+        return _with_parts(Message(role, "", turn.get("finish_reason")), parts)
     if not isinstance(content, str):
-        raise RowRejected("non_text_content", f"{place}: `{text_key}` must be text, found {type(content).__name__}")
+        found = "parts of other types" if isinstance(content, list) else type(content).__name__
+        raise RowRejected("non_text_content", f"{place}: `{text_key}` must be text, or texts and images; found {found}")
     return Message(role, content, turn.get("finish_reason"))

@@ -16,6 +16,8 @@ import torch
 from transformers import DynamicCache
 
 from modelopt_eagle.data.prompts import Prompt
+from modelopt_eagle.data.roles import Message
+from modelopt_eagle.data.template import render_text
 from modelopt_eagle.errors import DataError
 
 
@@ -147,8 +149,8 @@ def answer_prompts(model, tokenizer, prompts: list[Prompt], settings: SynthesisS
 
 
 def _prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    plain = [Message(message["role"], message["content"]) for message in messages]
+    text = render_text(tokenizer, plain, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

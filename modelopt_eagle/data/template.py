@@ -13,10 +13,14 @@ import os
 from dataclasses import dataclass
 
 from modelopt_eagle.data.conversations import Conversation
-from modelopt_eagle.data.roles import Message, RowRejected
+from modelopt_eagle.data.images import RowImages
+from modelopt_eagle.data.report import RowRejected
+from modelopt_eagle.data.roles import Message
 from modelopt_eagle.errors import DataError
 
 _PROBES = ("A", "9")
+_TEXT_PROBE = "modelopt eagle probe"
+_TAKES_LISTS: dict[str, bool] = {}  # chat template -> whether it renders content lists and drops plain texts
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,18 @@ class AnswerSpan:
 
 @dataclass
 class RenderedRow:
-    """One text as the target would see it, and the answers in it to learn from."""
+    """One text as the target would see it, and the answers in it to learn from; ``images`` once they are expanded."""
 
     id: str
     text: str
     spans: list[AnswerSpan]
     messages: tuple[Message, ...]
+    images: RowImages | None = None
+
+    @property
+    def pictured(self) -> bool:
+        """Whether a turn of it has an image."""
+        return any(message.images for message in self.messages)
 
 
 def template_hash(tokenizer) -> str:
@@ -67,11 +77,50 @@ def render_text(tokenizer, messages, add_generation_prompt: bool) -> str:
             "the target's tokenizer has no chat template, so what the target is served cannot be rendered; "
             "use an instruction-tuned target, or give a template (--chat_template, model.chat_template)"
         )
-    plain = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(
+            template_messages(tokenizer, messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except Exception as error:  # a template may raise anything
         raise RowRejected("template_refused", f"the chat template refused the conversation: {error}") from error
+
+
+def template_messages(tokenizer, messages) -> list[dict]:
+    """Messages as the chat template takes them.
+
+    A turn with images is a list of parts. So is every turn under a template that renders lists only, as those of
+    LLaVA and SmolVLM do: they leave a plain text out without a word. Which kind a template is, one rendering tells.
+    """
+    lists = _takes_lists_only(tokenizer)
+    return [{"role": message.role, "content": _content(message, lists)} for message in messages]
+
+
+def _content(message: Message, lists: bool):
+    if not message.parts and not lists:
+        return message.content
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in message.parts or (message.content,)
+    ]
+
+
+def _takes_lists_only(tokenizer) -> bool:
+    """Whether the template drops texts that do not stand in a list of parts."""
+    template = tokenizer.get_chat_template()
+    if template not in _TAKES_LISTS:
+        _TAKES_LISTS[template] = "type" in template and not _renders(tokenizer, _TEXT_PROBE) and _renders(
+            tokenizer, [{"type": "text", "text": _TEXT_PROBE}]
+        )  # fmt: skip
+    return _TAKES_LISTS[template]
+
+
+def _renders(tokenizer, content) -> bool:
+    """Whether the probe comes out of a user's turn with this content."""
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    except Exception:  # a template may raise anything
+        return False
+    return _TEXT_PROBE in text
 
 
 def render_conversation(tokenizer, conversation: Conversation) -> list[RenderedRow]:

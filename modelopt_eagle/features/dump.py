@@ -15,6 +15,7 @@ import torch
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow
 from modelopt_eagle.features.compute import compute_features, compute_rows, finish_row, length_batches
+from modelopt_eagle.features.pictures import refuse_images
 from modelopt_eagle.features.store import SHARD_BYTES, StoreWriter, bytes_per_token, dataset_hash
 
 
@@ -54,7 +55,7 @@ class TargetBackEnd:
 
     def __init__(self, target, aux_layer_ids: Sequence[int] | None = None, batch_tokens: int = 4096):
         self._target, self._batch_tokens = target, batch_tokens
-        self.tokenizer = target.tokenizer
+        self.tokenizer, self.vision = target.tokenizer, target.vision
         self.end_token_ids = stop_ids(getattr(target.model, "generation_config", None), target.config)
         self.contract = FeatureContract.from_target(target, aux_layer_ids)
 
@@ -109,6 +110,7 @@ class EngineBackEnd:
 
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
         """See :class:`BackEnd`."""
+        refuse_images(rows, "this back end")
         for number, aux, final in self._states(rows):
             yield number, finish_row(rows[number], aux, final, self._norm, self._tables.head)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 
 import torch
 
 from modelopt_eagle.errors import TargetError
-from modelopt_eagle.target.checkpoint_files import content_revision
+from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.convert import convert_gguf, convert_quickstart
 from modelopt_eagle.target.identity import local_name
 from modelopt_eagle.target.model import Target
+from modelopt_eagle.target.vision import vision_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -67,12 +69,14 @@ def load_target(
     if not spread:
         model = model.to("cpu" if device == "auto" else device)
     local = isinstance(place, Path)
+    tokenizer = load_tokenizer(place, revision, trust_remote_code, chat_template)
     return Target(
         model,
-        load_tokenizer(place, revision, trust_remote_code, chat_template),
+        tokenizer,
         name=local_name(place) if name == "quickstart" else str(name),
         source=place if local else None,
         revision=None if local else content_revision(place, revision),
+        vision=vision_of(tokenizer, place, config, revision, trust_remote_code),
     )
 
 
@@ -167,7 +171,23 @@ def load_tokenizer(place, revision=None, trust_remote_code: bool = False, chat_t
         raise TargetError(f"{place}: cannot load its tokenizer: {first_line(error)}") from error
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(place, revision)
     return tokenizer
+
+
+def _processor_template(place, revision=None) -> str | None:
+    """The chat template of vision-language models of before 2025, which lies in a file of the processor's own."""
+    name = "chat_template.json"
+    path = (place / name if (place / name).is_file() else None) if isinstance(place, Path) else hub_file(
+        place, name, revision
+    )  # fmt: skip
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TargetError(f"{path}: expected a JSON object with chat_template: {error}") from error
 
 
 def read_chat_template(chat_template: str | Path) -> str:

@@ -14,6 +14,7 @@ from modelopt_eagle.target.checkpoint_files import CheckpointFiles, content_revi
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.load import causal_class, first_line, load_config, load_tokenizer, resolve
 from modelopt_eagle.target.parts import TargetParts, find_parts
+from modelopt_eagle.target.vision import VisionProcessor, vision_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 
@@ -30,6 +31,7 @@ class TargetTables:
         tokenizer: with the chat template in effect.
         name: of the model.
         revision: commit hash on the hub, or a fingerprint of the local content.
+        vision: the ``VisionProcessor`` of a vision-language model, to read rows with images.
     """
 
     embedding_weight: torch.Tensor
@@ -39,6 +41,7 @@ class TargetTables:
     tokenizer: object
     name: str
     revision: str
+    vision: VisionProcessor | None = None
 
     def identity(self) -> dict:
         """The same as ``Target.identity()`` of the same model."""
@@ -98,14 +101,16 @@ def load_target_tables(
     head_weight = embedding if tied else head_weight.to(device, kind)
     head_bias = None if head_bias is None else head_bias.to(device, kind)
     local = isinstance(place, Path)
+    tokenizer = load_tokenizer(place, revision, trust_remote_code, chat_template)
     return TargetTables(
         embedding,
         final_norm.to(device, kind).eval().requires_grad_(False),
         TargetHead.from_config(text_config, head_weight, head_bias),
         text_config,
-        load_tokenizer(place, revision, trust_remote_code, chat_template),
+        tokenizer,
         identity.local_name(place) if local else str(name),
         content_revision(place, revision),
+        vision_of(tokenizer, place, config, revision, trust_remote_code),
     )
 
 

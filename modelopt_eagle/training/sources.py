@@ -145,6 +145,7 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
     """Features that the loaded target makes: in the step, or once into memory or a store."""
     dataset = read_data(recipe, target, recipe.data.train_path)
     rows, header = dataset.rows, dataset.header().splitlines()
+    from_servers = data.streaming_server_url is not None  # they read text only
     files = {}
     if recipe.data.eval_path is not None:
         paths = [recipe.data.eval_path] if isinstance(recipe.data.eval_path, str) else recipe.data.eval_path
@@ -154,6 +155,7 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
     else:
         chosen = set(held_out_rows(len(rows)))
         held = [row for number, row in enumerate(rows) if number in chosen]
+        vision=None if from_servers else getattr(target, "vision", None),
         rows = [row for number, row in enumerate(rows) if number not in chosen]
         header.append(held_out_line(len(held)))
     for line in header:

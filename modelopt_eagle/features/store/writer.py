@@ -35,7 +35,7 @@ SHARD_BYTES = 256 * 2**20
 
 
 def dataset_hash(rows: Sequence) -> str:
-    """Hash of ids, token ids and masks of all rows, in order.
+    """Hash of ids, token ids, masks and images of all rows, in order.
 
     Args:
         rows: tokenised rows with ``id, input_ids, supervised``.
@@ -46,6 +46,8 @@ def dataset_hash(rows: Sequence) -> str:
         digest.update(torch.as_tensor(row.input_ids, dtype=torch.int32).numpy().tobytes())
         digest.update(torch.as_tensor(row.supervised, dtype=torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+        if getattr(row, "images", None) is not None:
+            digest.update(row.images.digest.encode())
 
 
 class StoreWriter:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
 from modelopt_eagle.features.compute import finish_row
+from modelopt_eagle.features.pictures import refuse_images
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource, rows_of
 from modelopt_eagle.features.stream.pool import ServerPool
@@ -50,6 +51,7 @@ class StreamedSource(PlannedSource):
         patience: float = 600.0,
     ):
         self.rows = rows_of(dataset)
+        refuse_images(self.rows, "a feature server")
         self.lengths = [len(row.input_ids) for row in self.rows]
         self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
         self._final_norm, self._head = tables.final_norm, tables.head
