@@ -86,12 +86,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_data(recipe) -> tuple[int, int, int]:
-    """Rows, tokens and supervised tokens of the recipe's training data (a store's, for offline training)."""
+    """Rows, tokens and supervised tokens of the recipe's training data (of the store or dump, for offline training)."""
     if recipe.data.offline_data_path is not None:
-        from modelopt_eagle.features.store import StoreReader
+        from modelopt_eagle.features.foreign import count_tokens
 
-        reader = StoreReader(recipe.data.offline_data_path, verify="read")
-        return len(reader), sum(reader.lengths), sum(reader.supervised)
+        return count_tokens(recipe.data.offline_data_path, recipe.data.offline_all_supervised)
     from modelopt_eagle.data import prepare_dataset
     from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
     from modelopt_eagle.target.vision import vision_of
@@ -101,8 +100,8 @@ def read_data(recipe) -> tuple[int, int, int]:
     tokenizer = load_tokenizer(place, *options, model.chat_template)
     report = prepare_dataset(
         tokenizer, data.train_path, unknown_role=data.unknown_role, role_aliases=data.role_aliases,
-        vision=vision_of(tokenizer, place, load_config(place, *options), *options),
         max_rows=data.max_rows, max_length=data.max_length, overlong=data.overlong,
+        vision=vision_of(tokenizer, place, load_config(place, *options), *options),
     ).report  # fmt: skip
     return report.rows, report.tokens, report.supervised
 

@@ -1,151 +1,117 @@
-"""Read hidden states that other tools have dumped, as they lie on the disk.
-
-====================  =============================================================================================
-format                what a folder holds
-====================  =============================================================================================
-Model-Optimizer       ``ID.pt`` a conversation: ``input_ids [s]``, ``aux_hidden_states [s, A*Ht]``,
-                      ``hidden_states [s, Ht]``; newer ones also ``loss_mask [s]`` and ``hidden_states_prenorm``
-SpecForge             ``rows_A-B/data_N.ckpt`` (or ``.ckpt.gz``): ``input_ids [s]``, ``loss_mask [s]``,
-                      ``aux_hidden_state [1, s, A*Ht]``, ``hidden_state [1, s, Ht]``
-speculators           ``hidden_states/hs_N.safetensors``: ``hidden_states [s, A+1, Ht]``, ``token_ids [s]``, beside a
-                      ``datasets`` folder with ``input_ids`` and ``loss_mask``; older ones ``data_N.pt`` with a list
-                      ``hidden_states`` of A+1 tensors
-====================  =============================================================================================
-
-Files are unpickled with ``weights_only=True``: they cannot run code.
-"""
+"""Read hidden states that other tools have dumped, as they lie on the disk (layouts: ``foreign_files``)."""
 
 from __future__ import annotations
 
-import gzip
-import io
-import re
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from modelopt_eagle.errors import FeatureError, require_extra
-from modelopt_eagle.features.batch import FeatureContract, FeatureRow
-from modelopt_eagle.features.store.shard import map_safetensors
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import FeatureContract, FeatureRow, predicting_positions
+from modelopt_eagle.features.foreign_files import FORMATS, ForeignFile, arrow_masks, find_format
+from modelopt_eagle.features.store.reader import StoreReader
 
 
-@dataclass
-class _Raw:
-    """One file's tensors in our names; ``final_is_normed`` is None where the file does not say it."""
+@dataclass(frozen=True)
+class Answers:
+    """Where a user says what a folder leaves open, for the messages."""
 
-    input_ids: torch.Tensor
-    aux_hidden: torch.Tensor
-    final_hidden: torch.Tensor
-    supervised: torch.Tensor | None
-    final_is_normed: bool | None
+    layers: str
+    final_states: str
+    all_supervised: str
 
 
-def _load(path: Path) -> dict:
-    """The dictionary of a ``.pt``, ``.ckpt`` or ``.ckpt.gz`` file."""
-    try:
-        if path.suffix == ".gz":
-            value = torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), map_location="cpu", weights_only=True)
-        else:
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch, zipfile, pickle and gzip raise many kinds for a damaged file
-        raise FeatureError(
-            f"{path} cannot be read: {str(error).splitlines()[0]}; dump it again or delete it"
-        ) from error
-    if not isinstance(value, dict):
-        raise FeatureError(f"{path} holds {type(value).__name__}, a dictionary of tensors expected")
-    return value
+IMPORT_OPTIONS = Answers("--aux-layers a,b,c", "--final-states normed|pre-norm", "--all-supervised")
+RECIPE_KEYS = Answers(
+    "eagle.aux_layer_ids: [a, b, c]", "data.offline_final_states: normed|pre-norm", "data.offline_all_supervised: true"
+)
+
+WORSE_NATS = 2.0
+"""Text that a target reads this much better, a token, after the other reading of the norm says that it was the right
+one. (SmolLM2 on its own text: 0.4 nats when right, 10 with the norm twice, 300 with none.)"""
 
 
-def _take(values: dict, name: str, path: Path) -> torch.Tensor:
-    if name not in values:
-        raise FeatureError(f"{path} has no {name}; it has {sorted(values)}")
-    return values[name]
+class ForeignTokens:
+    """Token ids and masks of a foreign dump; they stay in memory (5 bytes a token).
 
+    Args:
+        folder: the dump.
+        all_supervised: take every token as supervised where the files hold no loss mask.
 
-def _read_model_optimizer(path: Path, masks) -> _Raw:
-    values = _load(path)
-    prenorm = values.get("hidden_states_prenorm")
-    return _Raw(
-        _take(values, "input_ids", path),
-        _take(values, "aux_hidden_states", path),
-        _take(values, "hidden_states", path),
-        values.get("loss_mask"),
-        None if prenorm is None else not bool(prenorm),
-    )
-
-
-def _read_specforge(path: Path, masks) -> _Raw:
-    values = _load(path)
-    aux, final = _take(values, "aux_hidden_state", path), _take(values, "hidden_state", path)
-    return _Raw(
-        _take(values, "input_ids", path), aux.flatten(0, -2), final.flatten(0, -2), values.get("loss_mask"), None
-    )
-
-
-def _read_speculators(path: Path, masks) -> _Raw:
-    if path.suffix == ".pt":
-        values = _load(path)
-        states = torch.stack(list(_take(values, "hidden_states", path)), 1)  # [s,A+1,Ht]
-        ids, mask = _take(values, "input_ids", path), values.get("loss_mask")
-    else:
-        values, _ = map_safetensors(path)
-        states, ids = _take(values, "hidden_states", path), _take(values, "token_ids", path)
-        mask = masks(_number(path), ids) if masks is not None else None
-    if states.ndim != 3:
-        raise FeatureError(f"{path}: hidden_states of shape [s, A+1, Ht] expected, {tuple(states.shape)} found")
-    return _Raw(ids, states[:, :-1].flatten(1), states[:, -1], mask, None)
-
-
-_FORMATS: dict[str, tuple[tuple[str, ...], Callable]] = {
-    "speculators": (("hs_*.safetensors", "hidden_states/hs_*.safetensors", "data_*.pt"), _read_speculators),
-    "SpecForge": (("data_*.ckpt", "data_*.ckpt.gz", "rows_*/data_*.ckpt", "rows_*/data_*.ckpt.gz"), _read_specforge),
-    "Model-Optimizer": (("*.pt",), _read_model_optimizer),
-}
-
-
-def _number(path: Path) -> int:
-    return int(re.findall(r"\d+", path.name)[0])
-
-
-def _natural(path: Path) -> list:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
-
-
-def find_format(folder: str | Path) -> tuple[str, list[Path]]:
-    """Name of the format of a foreign dump, and its files in their natural order.
+    Attributes:
+        row_ids: name of every row.
+        lengths, supervised: tokens and supervised tokens of every row, after :meth:`scan`.
 
     Raises:
-        FeatureError: not a folder, or none of the known layouts.
+        FeatureError: an unknown layout, or a damaged file.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FeatureError(f"folder of features {folder} does not exist")
-    for name, (patterns, _) in _FORMATS.items():
-        if files := sorted({path for pattern in patterns for path in folder.glob(pattern)}, key=_natural):
-            return name, files
-    raise FeatureError(
-        f"{folder} is neither a feature store (manifest.json) nor a dump of Model-Optimizer (*.pt), SpecForge "
-        "(rows_*/data_*.ckpt[.gz]) or speculators (hs_*.safetensors)"
-    )
+
+    def __init__(self, folder: str | Path, *, all_supervised: bool = False):
+        self.folder = Path(folder)
+        self.format, self._files = find_format(folder)
+        self._read, self._all_supervised = FORMATS[self.format][1], all_supervised
+        self._masks = arrow_masks(self.folder) if self.format == "speculators" else None
+        self.row_ids = [str(path.relative_to(self.folder)).split(".")[0] for path in self._files]
+
+    def scan(self) -> None:
+        """Open every file once."""
+        with ThreadPoolExecutor(8) as pool:
+            self._tokens = list(pool.map(self._scan, range(len(self._files))))
+        self.lengths = [len(ids) for ids, _ in self._tokens]
+        self.supervised = [int(mask.sum()) for _, mask in self._tokens]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def dataset_hash(self) -> str:
+        """Of names, token ids and masks of all rows."""
+        digest = hashlib.sha256()
+        for name, (ids, mask) in zip(self.row_ids, self._tokens, strict=True):
+            digest.update(f"{name}\0{len(ids)}\0".encode() + ids.numpy().tobytes() + mask.numpy().tobytes())
+        return digest.hexdigest()
+
+    def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [s] int32 and supervised [s] bool of a row, without its states."""
+        return self._tokens[number]
+
+    def _raw(self, number: int) -> ForeignFile:
+        return self._read(self._files[number], self._masks)
+
+    def _scan(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [s] int32 and supervised [s] bool of a file, copied so that it can be let go."""
+        raw = self._raw(number)
+        ids = raw.input_ids.flatten().int().clone()  # [s]
+        if raw.supervised is None and not self._all_supervised:
+            raise FeatureError(f"{self._files[number]} holds no loss mask, unlike the folder's first file")
+        mask = torch.ones(len(ids)) if raw.supervised is None else raw.supervised.flatten()
+        if len(mask) != len(ids):
+            raise FeatureError(f"{self._files[number]}: {len(ids)} token ids, a loss mask of {len(mask)}")
+        return ids, mask.bool().clone()
 
 
-class ForeignReader:
+class ForeignReader(ForeignTokens):
     """Rows of a foreign dump; give it to :class:`~modelopt_eagle.features.OfflineSource`.
 
     Args:
         folder: the dump.
         identity: of the target that made it (``Target.identity()`` or ``TargetTables.identity()``): the folder does
-            not say it, so it is taken on trust; ``OfflineSource.check_teacher`` cannot find a wrong one here.
+            not say it, so it is taken on trust.
         aux_layer_ids: canonical ids (output of layer k, 0-based) of the states, in their order.
         final_is_normed: whether final states are post-norm; may be None if the files say it.
         all_supervised: take every token as supervised where the files hold no loss mask.
+        answers: where the user says what the folder leaves open, for the messages.
+
+    Attributes:
+        contract: how the features were made.
 
     Raises:
-        FeatureError: an unknown layout, a damaged file, widths that do not fit the ids, or a question that the folder
-            leaves open and the arguments do not answer.
+        FeatureError: an unknown layout, a damaged file, widths that do not fit the ids, or questions that the folder
+            leaves open and the arguments do not answer: all of them, each with what answers it.
     """
 
     def __init__(
@@ -156,38 +122,62 @@ class ForeignReader:
         *,
         final_is_normed: bool | None = None,
         all_supervised: bool = False,
+        answers: Answers = IMPORT_OPTIONS,
     ):
-        self.folder = Path(folder)
-        self.format, self._files = find_format(folder)
-        self._read, self._all_supervised = _FORMATS[self.format][1], all_supervised
-        self._masks = _arrow_masks(self.folder) if self.format == "speculators" else None
-        if aux_layer_ids is None:
-            raise FeatureError(
-                f"{folder} ({self.format}) does not say which layers it holds; give their ids, output of layer k "
-                "counted from 0 (--aux-layers 1,n//2-1,n-4 is what most dumps hold)"
-            )
+        super().__init__(folder, all_supervised=all_supervised)
+        self._answers = answers
         first = self._raw(0)
+        self._ask(first, aux_layer_ids, final_is_normed)
         normed = first.final_is_normed if final_is_normed is None else final_is_normed
-        if normed is None:
-            raise FeatureError(
-                f"{folder} ({self.format}) does not say whether final states are before or after the final norm; "
-                "say it (--final-states normed for dumps by transformers, SGLang, TensorRT-LLM; pre-norm for vLLM)"
-            )
-        if first.supervised is None and not all_supervised:
-            raise FeatureError(
-                f"{folder} ({self.format}) holds no loss mask; dump it with one, or take all tokens as supervised "
-                "(--all-supervised)"
-            )
         self.contract = replace(
             FeatureContract.from_identity(identity, aux_layer_ids, str(first.aux_hidden.dtype).removeprefix("torch.")),
             aux_layer_ids=tuple(aux_layer_ids),
             final_is_normed=normed,
         )
-        with ThreadPoolExecutor(8) as pool:
-            self.lengths = list(pool.map(lambda n: int(self._raw(n).input_ids.numel()), range(len(self._files))))
+        self._check_widths(first)
+        self.scan()
 
-    def _raw(self, number: int) -> _Raw:
-        return self._read(self._files[number], self._masks)
+    def _ask(self, first: ForeignFile, aux_layer_ids: Sequence[int] | None, final_is_normed: bool | None) -> None:
+        """Refuse a folder that leaves something open, and an answer that the files contradict."""
+        answers, questions = self._answers, []
+        if aux_layer_ids is None:
+            questions.append(
+                "which layers its states are of, by the outputs of layers counted from 0 (most dumps hold 1, n//2-1 "
+                f"and n-4; take one off the ids of a tool that counts inputs): {answers.layers}"
+            )
+        if first.final_is_normed is None and final_is_normed is None:
+            questions.append(
+                "whether final states are before or after the final norm (normed: by transformers, SGLang, "
+                f"TensorRT-LLM; pre-norm: by vLLM): {answers.final_states}"
+            )
+        if first.supervised is None and not self._all_supervised:
+            questions.append(
+                "which tokens are supervised, as it holds no loss mask: dump it with one, or train on every token by "
+                f"{answers.all_supervised}"
+            )
+        if questions:
+            lines = "\n  ".join(questions)
+            raise FeatureError(f"{self.folder} is a dump of {self.format}, which does not say\n  {lines}")
+        if None not in (first.final_is_normed, final_is_normed) and first.final_is_normed != final_is_normed:
+            said = "normed" if first.final_is_normed else "pre-norm"
+            raise FeatureError(
+                f"{self._files[0]} says that its final states are {said}; leave out {answers.final_states}"
+            )
+
+    def _check_widths(self, first: ForeignFile) -> None:
+        """Say how many layers the states are of before their ids are read wrongly."""
+        width, ids = self.contract.hidden_size, self.contract.aux_layer_ids
+        if first.final_hidden.shape[-1] != width:
+            raise FeatureError(
+                f"{self._files[0]}: final states are {first.final_hidden.shape[-1]} wide, those of "
+                f"{self.contract.model} are {width}: the dump is of another target"
+            )
+        if first.aux_hidden.shape[-1] != width * len(ids):
+            held = first.aux_hidden.shape[-1] / width
+            raise FeatureError(
+                f"{self._files[0]}: auxiliary states of {held:g} layers found, {len(ids)} ids given "
+                f"({', '.join(map(str, ids))}): give as many, {self._answers.layers}"
+            )
 
     def row(self, number: int) -> FeatureRow:
         """Row ``number``, without the target's predictions.
@@ -196,16 +186,12 @@ class ForeignReader:
             FeatureError: names the file.
         """
         raw, path = self._raw(number), self._files[number]
-        ids = raw.input_ids.flatten().long()  # [s]
         if raw.final_is_normed is not None and raw.final_is_normed != self.contract.final_is_normed:
             raise FeatureError(
                 f"{path} is {'post' if raw.final_is_normed else 'pre'}-norm, unlike the folder's other files"
             )
-        if raw.supervised is None and not self._all_supervised:
-            raise FeatureError(f"{path} holds no loss mask, unlike the folder's first file")
-        mask = torch.ones_like(ids) if raw.supervised is None else raw.supervised.flatten()
-        row_id = str(path.relative_to(self.folder)).split(".")[0]
-        row = FeatureRow(row_id, "", ids, mask.bool(), raw.aux_hidden, raw.final_hidden)
+        ids, mask = self._tokens[number]
+        row = FeatureRow(self.row_ids[number], "", ids.long(), mask, raw.aux_hidden, raw.final_hidden)
         try:
             row.validate(self.contract)
         except FeatureError as error:
@@ -214,23 +200,97 @@ class ForeignReader:
             raise FeatureError(f"{path} holds NaN or infinity; dump it again or delete it")
         return row
 
+    @torch.no_grad()
+    def check_final_states(self, final_norm, head, sample_rows: int = 4) -> None:
+        """Read some text by its final states as they are said to be, and the other way about.
 
-def _arrow_masks(folder: Path) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
-    """Loss masks of a speculators folder by file number, from the data set beside it; None if there is none."""
-    place = next((p for p in (folder, folder.parent) if (p / "dataset_info.json").is_file()), None)
-    if place is None:
-        return None
-    rows = require_extra("datasets", "data").load_from_disk(str(place))
+        Args:
+            final_norm, head: of the target.
+            sample_rows: rows looked at, spread over the dump.
 
-    def mask(number: int, ids: torch.Tensor) -> torch.Tensor:
-        if number >= len(rows):
-            raise FeatureError(f"{place} has {len(rows)} rows, none for hs_{number}.safetensors")
-        row = rows[number]
-        if list(row["input_ids"]) != ids.flatten().tolist():
-            raise FeatureError(f"hs_{number}.safetensors holds states of other tokens than row {number} of {place}")
-        return torch.as_tensor(row["loss_mask"])
+        Raises:
+            FeatureError: the target finds its text far likelier the other way: normed and pre-norm are mixed up.
+        """
+        count = len(self)
+        numbers = sorted({i * count // sample_rows for i in range(min(sample_rows, count))})
+        rows = [row for row in map(self.row, numbers) if predicting_positions(row.supervised).any()]
+        if not rows:
+            return
+        said, other = (
+            sum(_nats(row, final_norm if norm else None, head) for row in rows) / len(rows)
+            for norm in (not self.contract.final_is_normed, self.contract.final_is_normed)
+        )
+        if said > other + WORSE_NATS:
+            names = ("normed", "pre-norm") if self.contract.final_is_normed else ("pre-norm", "normed")
+            raise FeatureError(
+                f"{self.folder}: with final states read as {names[0]} the target finds its text {said - other:.1f} "
+                f"nats a token less likely than as {names[1]}: they are {names[1]}; mend {self._answers.final_states}"
+            )
 
-    return mask
+
+def _nats(row: FeatureRow, final_norm, head) -> float:
+    """Mean of the negative log-likelihood of a row's supervised tokens by its final states."""
+    predicting = predicting_positions(row.supervised)  # [s]
+    states = row.final_hidden[predicting][:256].to(head.weight)  # [n,Ht]
+    following = row.input_ids[1:][predicting[:-1]][:256].to(states.device)  # [n]
+    logits = head(states if final_norm is None else final_norm(states)).float()  # [n,V]
+    return float(torch.nn.functional.cross_entropy(logits, following))
+
+
+def is_store(folder: Path) -> bool:
+    """Whether a folder is a feature store of our own."""
+    return folder.is_dir() and any(folder.glob("manifest*.json"))
+
+
+def count_tokens(folder: str | Path, all_supervised: bool = False) -> tuple[int, int, int]:
+    """Rows, tokens and supervised tokens of a feature store or a foreign dump.
+
+    Raises:
+        FeatureError: neither, or damaged.
+    """
+    if is_store(Path(folder)):
+        found = StoreReader(folder, verify="read")
+    else:
+        found = ForeignTokens(folder, all_supervised=all_supervised)
+        found.scan()
+    return len(found), sum(found.lengths), sum(found.supervised)
+
+
+def open_reader(
+    path: str | Path,
+    tables,
+    aux_layer_ids: Sequence[int] | None = None,
+    *,
+    final_is_normed: bool | None = None,
+    all_supervised: bool = False,
+    answers: Answers = IMPORT_OPTIONS,
+    verify: str = "open",
+) -> StoreReader | ForeignReader:
+    """A reader of whatever ``data.offline_data_path`` names: our store, or a foreign dump.
+
+    Args:
+        path: the folder.
+        tables: ``TargetTables`` (or a ``Target``) of the target.
+        aux_layer_ids, final_is_normed, all_supervised, answers: for foreign dumps, see :class:`ForeignReader`.
+        verify: for stores, see :class:`~modelopt_eagle.features.store.StoreReader`.
+
+    Raises:
+        FeatureError: see there; or answers to what a store says itself.
+    """
+    folder = Path(path)
+    if not is_store(folder):
+        reader = ForeignReader(
+            folder, tables.identity(), aux_layer_ids,
+            final_is_normed=final_is_normed, all_supervised=all_supervised, answers=answers,
+        )  # fmt: skip
+        reader.check_final_states(tables.final_norm, tables.head)
+        return reader
+    if final_is_normed is not None or all_supervised:
+        raise FeatureError(
+            f"{folder} is a feature store, which says itself what it holds: leave out {answers.final_states} and "
+            f"{answers.all_supervised}"
+        )
+    return StoreReader(folder, verify)
 
 
 def open_offline(
@@ -240,36 +300,32 @@ def open_offline(
     *,
     final_is_normed: bool | None = None,
     all_supervised: bool = False,
+    verify: str = "open",
     **options,
 ):
-    """Open whatever ``data.offline_data_path`` names: our store, or a foreign dump.
+    """An ``OfflineSource`` of whatever a path names: our store, or a foreign dump.
 
     Args:
-        path: the folder.
-        tables: ``TargetTables`` (or a ``Target``) of the target.
+        path, tables, final_is_normed, all_supervised, verify: see :func:`open_reader`.
         aux_layer_ids: canonical ids that this run asks for; None accepts a store's own.
-        final_is_normed, all_supervised: for foreign dumps, see :class:`ForeignReader`.
-        options: of :class:`~modelopt_eagle.features.OfflineSource`: dtype, prefetch, verify.
+        options: of :class:`~modelopt_eagle.features.OfflineSource`: dtype, prefetch.
 
     Returns:
-        an ``OfflineSource`` whose contract has been compared with the target and whose teacher has been checked.
+        a source whose contract has been compared with the target and whose teacher has been checked.
 
     Raises:
         FeatureError: see there.
     """
     from modelopt_eagle.features.offline import OfflineSource
-    from modelopt_eagle.features.store.manifest import read_manifests
 
-    folder = Path(path)
-    if folder.is_dir() and any(folder.glob("manifest*.json")):
-        stored = next(iter(read_manifests(folder).values())).contract
-        ids = stored.aux_layer_ids if aux_layer_ids is None else aux_layer_ids
-        expected = FeatureContract.from_identity(tables.identity(), ids)
-        source = OfflineSource(folder, expected, final_norm=tables.final_norm, head=tables.head, **options)
-    else:
-        reader = ForeignReader(
-            folder, tables.identity(), aux_layer_ids, final_is_normed=final_is_normed, all_supervised=all_supervised
-        )
-        source = OfflineSource(reader, final_norm=tables.final_norm, head=tables.head, **options)
+    reader = open_reader(
+        path, tables, aux_layer_ids, final_is_normed=final_is_normed, all_supervised=all_supervised, verify=verify
+    )
+    ids = reader.contract.aux_layer_ids if aux_layer_ids is None else aux_layer_ids
+    expected = FeatureContract.from_identity(tables.identity(), ids)
+    source = OfflineSource(
+        reader, None if isinstance(reader, ForeignReader) else expected,
+        final_norm=tables.final_norm, head=tables.head, **options,
+    )  # fmt: skip
     source.check_teacher(tables.head, final_norm=tables.final_norm)
     return source

@@ -14,6 +14,7 @@ from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, RecipeError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, dump, stop_ids
+from modelopt_eagle.features.foreign import RECIPE_KEYS, ForeignReader, open_reader
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
@@ -44,6 +45,15 @@ class RunData:
     fingerprint: str
 
 
+@dataclass(frozen=True)
+class TokenRow:
+    """A stored row without its states: ``input_ids`` [s] int32 and ``supervised`` [s] bool."""
+
+    id: str
+    input_ids: Tensor
+    supervised: Tensor
+
+
 class Rows:
     """A reader of some rows of another, so that a store can be split without copying.
 
@@ -58,6 +68,12 @@ class Rows:
         self.folder, self.contract = getattr(reader, "folder", "the reader"), reader.contract
         self.fills = getattr(reader, "fills", False)
         self.lengths = [min(reader.lengths[number], window) for number in numbers]
+
+    def tokens(self, number: int) -> TokenRow:
+        """Ids and mask of row ``number`` of the selection, without its states."""
+        place = self._numbers[number]
+        ids, supervised = (part[: self._window] for part in self._reader.tokens(place))
+        return TokenRow(self._reader.row_ids[place], ids, supervised)
 
     def row(self, number: int, aux_out: Tensor | None = None, final_out: Tensor | None = None) -> FeatureRow:
         """Row ``number`` of the selection, its states in two places [s, A*Ht] and [s, Ht] if they are given."""
@@ -81,7 +97,7 @@ def cut(row: FeatureRow, window: int) -> FeatureRow:
     return FeatureRow(**parts)
 
 
-def rows_to_use(reader: StoreReader, data) -> tuple[list[int], DataReport]:
+def rows_to_use(reader: StoreReader | ForeignReader, data) -> tuple[list[int], DataReport]:
     """Numbers of the stored rows that a recipe's ``data`` section asks for, and the account of them.
 
     ``max_rows`` takes the first ones; those longer than ``max_length`` are cut or left out, as ``overlong`` says.
@@ -95,7 +111,7 @@ def rows_to_use(reader: StoreReader, data) -> tuple[list[int], DataReport]:
             if data.overlong == "drop":
                 report.drop("too_long", f"{place}: {length} tokens, the window has {window}")
                 continue
-            supervised = int(reader.row(number).supervised[:window].sum())
+            supervised = int(reader.tokens(number)[1][:window].sum())
             if not supervised:
                 report.drop("prompt_fills_window", f"{place}: no answer begins within {window} of {length} tokens")
                 continue
@@ -145,7 +161,6 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
     """Features that the loaded target makes: in the step, or once into memory or a store."""
     dataset = read_data(recipe, target, recipe.data.train_path)
     rows, header = dataset.rows, dataset.header().splitlines()
-    from_servers = data.streaming_server_url is not None  # they read text only
     files = {}
     if recipe.data.eval_path is not None:
         paths = [recipe.data.eval_path] if isinstance(recipe.data.eval_path, str) else recipe.data.eval_path
@@ -155,7 +170,6 @@ def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunD
     else:
         chosen = set(held_out_rows(len(rows)))
         held = [row for number, row in enumerate(rows) if number in chosen]
-        vision=None if from_servers else getattr(target, "vision", None),
         rows = [row for number, row in enumerate(rows) if number not in chosen]
         header.append(held_out_line(len(held)))
     for line in header:
@@ -206,25 +220,38 @@ def _cached(recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str)
     return OfflineSource(folder, FeatureContract.from_target(target, aux_layer_ids))
 
 
+def open_stored(recipe: Recipe, tables, aux_layer_ids) -> StoreReader | ForeignReader:
+    """What ``data.offline_data_path`` names: a feature store, or a dump of another tool as it is.
+
+    Raises:
+        FeatureError: a dump that leaves open what no key says, or a store that is damaged.
+    """
+    data = recipe.data
+    said = recipe.eagle.aux_layer_ids is not None or recipe.model.draft_init is not None
+    states = data.offline_final_states
+    return open_reader(
+        data.offline_data_path, tables, aux_layer_ids if said else None,
+        final_is_normed=None if states is None else states == "normed",
+        all_supervised=data.offline_all_supervised, answers=RECIPE_KEYS,
+    )  # fmt: skip
+
+
 def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
     """Features read from ``data.offline_data_path``, without running the target.
 
     Raises:
         RecipeError: ``data.eval_path`` is set (its rows would need the target).
-        FeatureError: the store is damaged or was made by another target, tokenizer or template.
+        FeatureError: the store is damaged or was made by another target, tokenizer or template; or the dump of another
+            tool leaves something open.
     """
     if recipe.data.eval_path is not None:
         raise RecipeError(
             "data.eval_path needs the target, which offline training does not run: set it to null (rows of the store "
             "are held out)"
         )
-    reader = StoreReader(recipe.data.offline_data_path)
+    reader = open_stored(recipe, tables, aux_layer_ids)
     identity = tables.identity()
-    expected = FeatureContract(
-        model=identity["model"], revision=identity["revision"], aux_layer_ids=aux_layer_ids, final_is_normed=True,
-        dtype="float32", tokenizer_hash=identity["tokenizer_hash"], template_hash=identity["template_hash"],
-        hidden_size=identity["hidden_size"], vocab_size=identity["vocab_size"],
-    )  # fmt: skip
+    expected = FeatureContract.from_identity(identity, aux_layer_ids)
     kept, report = rows_to_use(reader, recipe.data)
     chosen = set(held_out_rows(len(kept)))
     parts = [[n for place, n in enumerate(kept) if (place in chosen) == held] for held in (False, True)]
@@ -233,15 +260,19 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
         rows = Rows(reader, numbers, recipe.data.max_length)
         return OfflineSource(rows, expected, final_norm=tables.final_norm, head=tables.head)
 
-    header = [*report.header().splitlines(), f"features: {recipe.data.offline_data_path} ({reader.contract.dtype})",
-              held_out_line(len(parts[1]))]  # fmt: skip
+    kind = f", a dump of {reader.format}" if isinstance(reader, ForeignReader) else ""
+    header = [
+        *report.header().splitlines(),
+        f"features: {recipe.data.offline_data_path} ({reader.contract.dtype}{kind})",
+        held_out_line(len(parts[1])),
+    ]
     for line in header:
         say(line)
     if not report.supervised:
         raise DataError(f"{recipe.data.offline_data_path} holds no supervised token, there is nothing to train on")
     train = source(parts[0])
     train.check_teacher(tables.head, final_norm=tables.final_norm)
-    counts = count_supervised((train.reader.row(number) for number in range(len(parts[0]))), identity["vocab_size"])
+    counts = count_supervised((train.reader.tokens(n) for n in range(len(parts[0]))), identity["vocab_size"])
     fingerprint = hashlib.sha256(f"{reader.dataset_hash} {parts[0]}".encode()).hexdigest()
     return RunData(train, source(parts[1]) if parts[1] else None, counts, header, fingerprint)
 

@@ -11,7 +11,9 @@ from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features import OfflineSource, OnlineSource
 from modelopt_eagle.features.dump import EngineBackEnd, dump
-from modelopt_eagle.features.foreign import ForeignReader, find_format, open_offline
+from modelopt_eagle.features.foreign import RECIPE_KEYS, ForeignReader, open_offline
+from modelopt_eagle.features.foreign_files import find_format
+from modelopt_eagle.features.store import StoreWriter
 from modelopt_eagle.features.trtllm_engine import saved_states, states
 from modelopt_eagle.target import load_target_tables
 
@@ -105,9 +107,11 @@ def test_import_makes_a_store(tiny_target, tiny_target_dir, dataset, target_stat
     base = ["import", str(tmp_path / "theirs"), "--model", str(tiny_target_dir), "--output-dir", str(tmp_path / "ours")]
     base += ["--dtype", "float32"]
     assert run_command("features", base) == 2
-    assert "does not say which layers it holds" in capsys.readouterr().err
+    asked = capsys.readouterr().err
+    assert "--aux-layers a,b,c" in asked and "--final-states normed|pre-norm" in asked
     assert run_command("features", [*base, "--aux-layers", "1,3,4"]) == 2
-    assert "before or after the final norm" in capsys.readouterr().err
+    asked = capsys.readouterr().err
+    assert "--aux-layers" not in asked and "--final-states normed|pre-norm" in asked
     assert run_command("features", [*base, "--aux-layers", "1,3,4", "--final-states", "normed"]) == 0
     source = open_offline(tmp_path / "ours", load_target_tables(tiny_target_dir), AUX)
     assert source.lengths == dataset.lengths
@@ -126,8 +130,65 @@ def test_questions_that_a_folder_leaves_open(tiny_target, target_states, tmp_pat
     assert reader.row(0).supervised.all()
     write_model_optimizer(tmp_path, target_states, hidden_states_prenorm=True)
     assert ForeignReader(tmp_path, identity, AUX).contract.final_is_normed is False
-    with pytest.raises(FeatureError, match="talk-0.pt.*aux_hidden has shape"):
-        ForeignReader(tmp_path, identity, (1, 3)).row(0)
+    with pytest.raises(FeatureError, match="says that its final states are pre-norm; leave out --final-states"):
+        ForeignReader(tmp_path, identity, AUX, final_is_normed=True)
+    with pytest.raises(FeatureError, match=r"talk-0.pt: auxiliary states of 3 layers found, 2 ids given \(1, 3\)"):
+        ForeignReader(tmp_path, identity, (1, 3))
+    with pytest.raises(FeatureError, match="64 wide, those of .* are 96: the dump is of another target"):
+        ForeignReader(tmp_path, identity | {"hidden_size": 96}, AUX)
+
+
+def test_all_open_questions_come_at_once_with_their_keys(tiny_target, target_states, tmp_path):
+    write_model_optimizer(tmp_path, target_states, loss_mask=None)
+    with pytest.raises(FeatureError) as raised:
+        ForeignReader(tmp_path, tiny_target.identity(), None, answers=RECIPE_KEYS)
+    for key in ("eagle.aux_layer_ids: [a, b, c]", "data.offline_final_states: normed|pre-norm",
+                "data.offline_all_supervised: true"):  # fmt: skip
+        assert key in str(raised.value)
+    write_model_optimizer(tmp_path, target_states)
+    with pytest.raises(FeatureError) as raised:
+        ForeignReader(tmp_path, tiny_target.identity(), AUX, answers=RECIPE_KEYS)
+    assert "offline_final_states" in str(raised.value) and "aux_layer_ids" not in str(raised.value)
+
+
+def test_a_wrong_norm_is_found_by_the_text(tiny_target, dataset, target_states, tmp_path):
+    """A target that knows its text finds it unlikely when the norm is left out, or applied twice."""
+    norm = torch.nn.RMSNorm(tiny_target.hidden_size)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-4.0, 4.0, tiny_target.hidden_size))
+    generator = torch.Generator().manual_seed(0)
+    told = []
+    for row, aux, _, _ in target_states:
+        ids = torch.tensor(row.input_ids)
+        wanted = tiny_target.head.weight[ids.roll(-1)]  # [s,Ht] states whose logits know the next token
+        pre = 50 * torch.nn.functional.normalize(wanted / norm.weight, dim=-1)
+        told.append((row, aux, norm(pre).detach(), pre + 0.01 * torch.randn(pre.shape, generator=generator)))
+    post, pre = tmp_path / "post", tmp_path / "pre"
+    for folder, rows in ((post, told), (pre, [(r, a, p, p) for r, a, _, p in told])):
+        folder.mkdir()
+        write_model_optimizer(folder, rows)
+
+    def check(folder, normed):
+        reader = ForeignReader(folder, tiny_target.identity(), AUX, final_is_normed=normed, answers=RECIPE_KEYS)
+        reader.check_final_states(norm, tiny_target.head)
+
+    check(post, True)
+    check(pre, False)
+    with pytest.raises(FeatureError, match="they are pre-norm; mend data.offline_final_states"):
+        check(pre, True)
+    with pytest.raises(FeatureError, match="they are normed; mend data.offline_final_states"):
+        check(post, False)
+
+
+def test_no_store_is_begun_in_a_foreign_dump(tiny_target, target_states, tmp_path):
+    write_specforge(tmp_path, target_states)
+    with pytest.raises(FeatureError, match="holds a dump of SpecForge: write the store into a folder of its own"):
+        StoreWriter(
+            tmp_path,
+            ForeignReader(tmp_path, tiny_target.identity(), AUX, final_is_normed=True).contract,
+            dataset_hash="",
+            dataset_rows=1,
+        )
 
 
 def test_damaged_and_unknown_folders(tiny_target, target_states, tmp_path):

@@ -68,11 +68,16 @@ class FolderLock:
         what: what the holder does, for the message.
 
     Raises:
-        FeatureError: another process holds it.
+        FeatureError: another process holds it, or the folder cannot be written.
     """
 
     def __init__(self, path: Path, what: str):
-        self._file = open(path, "a")
+        try:
+            self._file = open(path, "a")
+        except OSError as error:
+            raise FeatureError(
+                f"cannot write into {path.parent}: {error.strerror}; name a folder that can be written"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -98,9 +98,9 @@ def manifest_name(worker: tuple[int, int], part: int) -> str:
     return f"{name}.json" if part == 0 else f"{name}.{part}.json"
 
 
-def _foreign(folder: Path) -> str | None:
+def foreign_format(folder: Path) -> str | None:
     """Name of the tool that made a foreign dump, or None."""
-    from modelopt_eagle.features.foreign import find_format
+    from modelopt_eagle.features.foreign_files import find_format
 
     try:
         return find_format(folder)[0]
@@ -118,7 +118,7 @@ def read_manifests(folder: Path) -> dict[str, Manifest]:
         raise FeatureError(f"feature store {folder} does not exist; make it with compute_hidden_states_hf.py")
     names = sorted(path.name for path in folder.iterdir() if _MANIFEST_NAME.fullmatch(path.name))
     if not names:
-        if kind := _foreign(folder):
+        if kind := foreign_format(folder):
             raise FeatureError(
                 f"{folder} is a dump of {kind}: turn it into a store by `modelopt-eagle features import {folder} "
                 "--model NAME --output-dir STORE --aux-layers … --final-states …`"

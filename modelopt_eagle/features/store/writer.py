@@ -26,6 +26,7 @@ from modelopt_eagle.features.store.manifest import (
     SHARDS_PER_MANIFEST,
     Manifest,
     ShardEntry,
+    foreign_format,
     manifest_name,
     read_manifests,
 )
@@ -45,9 +46,9 @@ def dataset_hash(rows: Sequence) -> str:
         digest.update(f"{row.id}\0{len(row.input_ids)}\0".encode())
         digest.update(torch.as_tensor(row.input_ids, dtype=torch.int32).numpy().tobytes())
         digest.update(torch.as_tensor(row.supervised, dtype=torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
         if getattr(row, "images", None) is not None:
             digest.update(row.images.digest.encode())
+    return digest.hexdigest()
 
 
 class StoreWriter:
@@ -86,7 +87,10 @@ class StoreWriter:
             raise FeatureError(f"shard {index}/{count} does not exist: give i/n with 0 <= i < n")
         check_dtype(contract.dtype)
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        begun = self.folder.is_dir() and any(self.folder.glob("manifest*.json"))
+        if not begun and (kind := foreign_format(self.folder)):
+            raise FeatureError(f"{self.folder} holds a dump of {kind}: write the store into a folder of its own")
+        self._make_folder()
         self._worker, self._prefix = worker, f"features-{index}-of-{count}-"
         self._lock = FolderLock(self.folder / f".lock-{index}-of-{count}", f"writes shard {index}/{count} here")
         try:
@@ -97,6 +101,14 @@ class StoreWriter:
         self._shard_bytes = shard_bytes
         self._share = share_prefixes and self._manifest.contract.format_version > 1
         self._begin_shard()
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FeatureError(
+                f"cannot make the folder {self.folder}: {error.strerror}; name one that can be written"
+            ) from error
 
     def _begin_shard(self) -> None:
         self._pending: list[tuple[int, FeatureRow, dict[str, torch.Tensor]]] = []
