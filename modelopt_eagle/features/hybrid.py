@@ -26,7 +26,7 @@ class HybridSource(PlannedSource):
     Several processes of one run fill a store together: each makes the missing rows of its own batches and writes them
     into its own shards (as ``--shard rank/world_size``). Which process makes a row is agreed through files in the
     folder (:class:`~modelopt_eagle.features.claims.Claims`), so that none is made or stored twice. A process writes
-    what it has at the end of an epoch; one that needs such a row in the next epoch waits for that.
+    what it has at the end of an epoch and after each direct :meth:`load`; one that needs such a row waits for that.
 
     Args:
         folder: the store; need not exist for ``generate``. It must be of this data set.
@@ -120,6 +120,12 @@ class HybridSource(PlannedSource):
         self._stored = {index: number for number, index in enumerate(self._reader.indices)}
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
+        batch = self._load(indices)
+        if self._claims is not None:
+            self.flush()  # rows asked for out of the epoch's order may be wanted by the other processes too
+        return batch
+
+    def _load(self, indices: Sequence[int]) -> FeatureBatch:
         with self._lock:
             wanted = [self._served[number] for number in indices]
             missing = self._missing(wanted)
@@ -174,7 +180,7 @@ class HybridSource(PlannedSource):
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
         try:
-            yield from self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
+            yield from self._prefetcher.run(plan, lambda indices: self._load(indices) if indices else None)
         finally:
             self.flush()  # also when the epoch is broken off
 
