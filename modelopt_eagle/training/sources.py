@@ -145,6 +145,7 @@ def read_data(recipe: Recipe, target, paths) -> TokenizedDataset:
     data = recipe.data
     if target.tokenizer is None:
         raise TargetError(f"{target.name} has no tokenizer: give a folder that holds one")
+    from_servers = data.streaming_server_url is not None  # they read text only
     return prepare_dataset(
         target.tokenizer,
         paths,
@@ -154,6 +155,7 @@ def read_data(recipe: Recipe, target, paths) -> TokenizedDataset:
         max_length=data.max_length,
         overlong=data.overlong,
         end_token_ids=end_token_ids(target),
+        vision=None if from_servers else getattr(target, "vision", None),
     )
 
 
