@@ -42,6 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--report", type=Path, help="acceptance.json for the model card; default: beside the checkpoint"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
+    parser.add_argument(
+        "--for-engine",
+        "--for_engine",
+        action="append",
+        metavar="ENGINE=VERSION",
+        help="the engine that will serve it, such as vllm=0.22.0 (sglang, tensorrt_llm; may be given several times): "
+        "a version that does not read all of the head is refused",
+    )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the folder to the hub afterwards")
     add_reading_options(parser, base_model=False)
     return parser
@@ -87,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     from modelopt_eagle.cli._reading import reading_options
     from modelopt_eagle.export import export_checkpoint, read_head
+    from modelopt_eagle.export.engine_versions import parse_versions
     from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
     rope_scaling = parse_rope_scaling(arguments.rope_scaling)
@@ -101,12 +110,15 @@ def main(argv: list[str] | None = None) -> int:
         layer_names=arguments.layer_names,
         rope_scaling=rope_scaling,
         overwrite=arguments.overwrite,
+        for_engines=parse_versions(arguments.for_engine),
         report=find_report(arguments.model_path, head.folder, arguments.report),
         adapter=head.folder / ADAPTER if (head.folder / ADAPTER).is_dir() else None,
     )
     print(f"read      {head.folder} ({head.layout})")
     print(f"exported  {report.path}: {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB")
     print(f"compared  every tensor equal, logits of one forward pass within {report.logits_difference:.1e}")
+    for need in report.needs:
+        print(f"needs     {need}")
     for note in report.notes:
         print(f"note      {note}")
     if arguments.push_to_hub:

@@ -72,6 +72,7 @@ class QuantProfile:
     refuses: dict[str, dict[str, str]]
 
 
+SPLITS_KV_B = "it splits kv_b_proj after loading and takes floating numbers only"
 NOBODY_READ = "its code was not read for quantised heads of this type, so it is not known to serve them"
 QUANT_PROFILES = {
     "vllm": QuantProfile(
@@ -85,17 +86,17 @@ QUANT_PROFILES = {
         refuses={},
     ),
     "sglang": QuantProfile(
-        source="sgl-project/sglang: srt/models/llama_eagle3.py at 03d5a77, kimi_k25_eagle3.py at 054a1ce",
+        source="sglang 0.5.23: srt/models/{llama_eagle3,kimi_k25_eagle3}.py",
         file="config.json",
         algorithms={("modelopt", "FP8"): "FP8", ("modelopt", "NVFP4"): "NVFP4", ("compressed-tensors", ""): "INT8"},
         matches={"modelopt": part_of_name, "compressed-tensors": whole_name},
-        first_layer="model.midlayers.0",
+        first_layer="model.layers.0",
         plain={"llama": ("fc",)},
         refuses={
             "kimik2": {
                 "NVFP4": "it takes a latent-attention head for bfloat16 when it is told of nvfp4",
-                "FP8": NOBODY_READ,
-                "INT8": NOBODY_READ,
+                "FP8": SPLITS_KV_B,
+                "INT8": SPLITS_KV_B,
             }
         },
     ),

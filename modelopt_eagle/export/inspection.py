@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, EagleError
 
 from .engine_quant import is_quantised, scaled_layers
+from .engine_versions import needed_version
 from .engines import PROFILES, engine_reasons
 from .folders import resolve_checkpoint
 from .loader import read_config, read_head
@@ -62,6 +64,10 @@ class Inspection:
             lines.append("config      " + ", ".join(f"{key} {value}" for key, value in shown.items()))
         if self.left_out:
             lines.append(f"left out    {', '.join(self.left_out)}")
+        for engine in self.engines:
+            if self.config:
+                config, quantised = DraftConfig.from_dict(self.config), self.quantised is not None
+                lines.append(f"needs       {needed_version(engine, config, quantised=quantised).text(engine)}")
         for engine, reasons in self.engines.items():
             label = f"{engine} {PROFILES[engine].version}"
             lines.append(f"engine      {label}: " + ("serves it as trained" if not reasons else "does not:"))

@@ -17,13 +17,14 @@ from modelopt_eagle.errors import ExportError, require_extra
 
 from .card import model_card
 from .engine_quant import quant_reasons
-from .engines import engine_notes
+from .engine_versions import needed_version
+from .engines import PROFILES, engine_notes
 from .folders import whole_folder
 from .names import file_tensors
 from .quant_formats import BLOCK, FORMATS, QuantizedLinear, engine_config, pack, unpack
 from .universal import parse_dtype, universal_config
 from .weights import read_json, read_tensors
-from .writer import with_target, write_folder
+from .writer import target_identity, with_target, write_folder
 
 EXCLUDED = ["lm_head"]
 """Modules that stay as they are. Engines match these as parts of names, so anything longer would hide layers."""
@@ -42,6 +43,7 @@ class QuantizationReport:
         drop: relative loss, ``(before - after) / before``.
         layers: number of quantised linear layers.
         notes: engines that would not serve it as trained.
+        needs: the oldest release of each engine that reads all of it.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class QuantizationReport:
     acceptance_before: float | None = None
     acceptance_after: float | None = None
     notes: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
 
     @property
     def drop(self) -> float | None:
@@ -222,7 +225,8 @@ def quantize_drafter(
     notes = [f"quantised to {form} by nvidia-modelopt {producer['version']}; {', '.join(EXCLUDED)} left as it was"]
     if before is not None:
         notes.append(f"acceptance length {before:.3f} before, {after:.3f} after")
-    report.notes = engine_notes(data, tensors, config, legacy)
+    report.notes = engine_notes(data, tensors, config, legacy, target_identity(target).get("num_layers"))
+    report.needs = [needed_version(name, config, quantised=True).text(name) for name in PROFILES]
     card = model_card(config, data, report={}, notes=notes + report.notes)
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "hf_quant_config.json": legacy, "README.md": card})

@@ -20,8 +20,8 @@ SERVED = [
     ("nvfp4", {}, {"vllm": None, "sglang": "keeps fc as a plain layer", "tensorrt_llm": None}),
     ("int8", {}, {"vllm": None, "sglang": "keeps fc as a plain layer", "tensorrt_llm": "knows no modelopt W8A8_SQ"}),
     ("fp8", {"num_hidden_layers": 2, "attention_bias": True},
-     {"vllm": None, "sglang": "heads of one layer", "tensorrt_llm": None}),
-    ("fp8", WIDE_LATENT, {"vllm": None, "sglang": "not known to serve them", "tensorrt_llm": "not known to serve"}),
+     {"vllm": None, "sglang": "no attention bias", "tensorrt_llm": None}),
+    ("fp8", WIDE_LATENT, {"vllm": None, "sglang": "splits kv_b_proj", "tensorrt_llm": "not known to serve"}),
     ("nvfp4", WIDE_LATENT, {"vllm": None, "sglang": "for bfloat16", "tensorrt_llm": "not known to serve"}),
     ("int8", {**WIDE_LATENT, "q_lora_rank": None}, {"vllm": None}),
 ]  # fmt: skip

@@ -32,18 +32,19 @@ def test_every_engine_loads_the_universal_folder(tmp_path, engine, shape):
 
 
 SOME = [
-    ({"num_hidden_layers": 2}, {"vllm": None, "sglang": "heads of one layer", "tensorrt_llm": None}),
+    ({"num_hidden_layers": 2}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
+    ({**LATENT, "num_hidden_layers": 2}, {"vllm": None, "sglang": "heads of one layer", "tensorrt_llm": None}),
     ({"attention_bias": True}, {"vllm": None, "sglang": "no attention bias", "tensorrt_llm": None}),
     ({"norm_before_residual": True},
      {"vllm": None, "sglang": "norm_before_residual", "tensorrt_llm": "norm_before_residual"}),
-    ({"norm_before_fc": True}, {"vllm": None, "sglang": "norm_before_fc", "tensorrt_llm": None}),
-    ({"fc_norm": True}, {"vllm": None, "sglang": "fc_norm", "tensorrt_llm": None}),
-    ({"norm_output": True}, {"vllm": None, "sglang": "norm_output", "tensorrt_llm": None}),
+    ({"norm_before_fc": True}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
+    ({"fc_norm": True}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
+    ({"norm_output": True}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
     ({"own_embedding": True}, {"vllm": None, "sglang": "target's embedding", "tensorrt_llm": "target's embedding"}),
-    ({"aux_layer_ids": (2, 5)}, {"vllm": None, "sglang": "fc for 3 captured", "tensorrt_llm": None}),
+    ({"aux_layer_ids": (2, 5)}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
     ({"mlp_bias": True}, {"vllm": None, "sglang": "no bias in the feed-forward part", "tensorrt_llm": None}),
     ({"norm_before_fc": True, "fc_norm": True},
-     {"vllm": None, "sglang": "fc_norm", "tensorrt_llm": "trained with both"}),
+     {"vllm": None, "sglang": None, "tensorrt_llm": "trained with both"}),
     ({"target_hidden_size": 16, "aux_layer_ids": (2, 5)},
      {"vllm": None, "sglang": "leaves out fc", "tensorrt_llm": "leaves out fc"}),
     ({"aux_layer_ids": (2,)}, {"vllm": None, "sglang": "leaves out fc", "tensorrt_llm": "leaves out fc"}),
@@ -64,9 +65,18 @@ def test_what_only_some_engines_know_is_refused_by_the_others(tmp_path, override
 def test_export_names_the_engines_that_would_serve_something_else(tmp_path):
     """B42, B62: no flag is left out by an engine without a word at export, in the report and on the card."""
     assert export_checkpoint(build_head(), None, tmp_path / "plain").notes == []
-    notes = export_checkpoint(build_head(norm_output=True), None, tmp_path / "flag").notes
-    assert len(notes) == 1 and notes[0].startswith("sglang ") and "norm_output" in notes[0]
+    notes = export_checkpoint(build_head(attention_bias=True), None, tmp_path / "flag").notes
+    assert len(notes) == 1 and notes[0].startswith("sglang ") and "attention bias" in notes[0]
     assert notes[0] in (tmp_path / "flag/README.md").read_text()
+
+
+def test_the_last_layer_of_the_target_is_captured_by_two_engines(tmp_path):
+    """SGLang captures layer inputs inside its loop, and the last output is no layer's input."""
+    head = build_head(aux_layer_ids=(1, 3, 7))
+    for layers, count in ((8, 1), (12, 0)):
+        target = {"model": "someone/target", "num_layers": layers, "vocab_size": 64}
+        notes = export_checkpoint(head, None, tmp_path / str(layers), target=target).notes
+        assert len(notes) == count and all("sglang" in note and "last layer (7)" in note for note in notes)
 
 
 PUBLISHED = {
@@ -99,6 +109,8 @@ def drop(*keys):
 
 WRONG_CONFIGS = [
     ("vllm", drop("eagle_aux_hidden_state_layer_ids"), "default triple"),
+    ("vllm", lambda d: {**d, "num_aux_hidden_states": 2}, "fc for 2 captured"),
+    ("sglang", lambda d: {**d, "num_aux_hidden_states": 4}, "fc for 4 captured"),
     ("vllm", lambda d: {**d, "eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, r"layers \[0, 2, 3\]"),
     ("sglang", drop("eagle_config"), "default triple"),
     ("sglang", drop("draft_vocab_size"), "draft_vocab_size"),
@@ -127,7 +139,7 @@ def renamed(old, new):
 
 
 WRONG_TENSORS = [
-    ("sglang", renamed("midlayer.", "layers.0."), "does not know layers.0.*drops it without a word"),
+    ("sglang", renamed("midlayer.", "blocks.0."), "does not know blocks.0.*drops it without a word"),
     ("vllm", renamed("hidden_norm", "hidden_layernorm"), "does not find layers.0.hidden_norm"),
     ("vllm", lambda t: {**t, "fc.bias": torch.zeros(32)}, "does not know fc.bias and fails"),
     ("tensorrt_llm", lambda t: {**t, "fc.bias": torch.zeros(32)}, "does not know fc.bias and drops"),
@@ -155,9 +167,13 @@ def test_a_map_beside_a_full_vocabulary_fails_in_vllm_only(tmp_path):
     assert engine_reasons(tmp_path / "out", "sglang") == []
 
 
-def test_layers_names_are_read_by_two_engines(tmp_path, head):
-    export_checkpoint(head, None, tmp_path / "out", layer_names="layers")
-    assert engine_reasons(tmp_path / "out", "vllm") == engine_reasons(tmp_path / "out", "tensorrt_llm") == []
-    assert engine_reasons(tmp_path / "out", "sglang")
+def test_layers_names_are_read_by_every_engine_of_today(tmp_path, head):
+    report = export_checkpoint(head, None, tmp_path / "out", layer_names="layers")
+    assert all(engine_reasons(tmp_path / "out", engine) == [] for engine in PROFILES)
+    assert "SGLang 0.5.12 or newer (layers.0 names)" in report.needs
+    assert (
+        "SGLang 0.4.9 or newer (eagle_aux_hidden_state_layer_ids)"
+        in export_checkpoint(head, None, tmp_path / "plain").needs
+    )
     with pytest.raises(ExportError, match="unknown"):
         check_engine(tmp_path / "out", "llama.cpp")

