@@ -143,6 +143,7 @@ class TargetAdapter:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         config = copy.deepcopy(self.config)
         config.inference_mode, config.base_model_name_or_path = True, self.target.name
+        config.target_modules = sorted(config.target_modules)  # a set inside peft, in another order in each process
         config.save_pretrained(str(folder))
 
 
