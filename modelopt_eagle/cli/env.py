@@ -19,6 +19,7 @@ EXTRAS = {
     "trees": ("triton",),
     "gguf": ("gguf",),
     "lora": ("peft",),
+    "vision": ("PIL",),
 }
 """Extra → modules that it brings."""
 
