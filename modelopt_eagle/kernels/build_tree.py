@@ -116,17 +116,19 @@ def build_tree(
     Raises:
         DecodingError: shapes that do not fit, N outside its bounds, or with ``debug`` a broken tree.
     """
-    require(topk >= 1, f"topk must be at least 1, found {topk}")
-    require(scores.dim() == 2, f"scores must have shape [B, H], found {list(scores.shape)}")
-    require(scores.dtype.is_floating_point, f"scores must be floating point, found {scores.dtype}")
+    require(topk >= 1, lambda: f"topk must be at least 1, found {topk}")
+    require(scores.dim() == 2, lambda: f"scores must have shape [B, H], found {list(scores.shape)}")
+    require(scores.dtype.is_floating_point, lambda: f"scores must be floating point, found {scores.dtype}")
     batch, history = scores.shape
     depth = history_depth(history, topk)
     require_integers("tokens", tokens, batch, history)
     require_integers("parent_list", parent_list, batch, None)
     require(
         parent_list.shape[1] >= topk * (depth - 1) + 1,
-        f"parent_list needs at least T*(D-1)+1 = {topk * (depth - 1) + 1} columns for topk={topk} and depth={depth}, "
-        f"found {parent_list.shape[1]}",
+        lambda: (
+            f"parent_list needs at least T*(D-1)+1 = {topk * (depth - 1) + 1} columns for topk={topk} and "
+            f"depth={depth}, found {parent_list.shape[1]}"
+        ),
     )
     check_num_nodes(num_nodes, topk, depth)
     if root_tokens is not None:
@@ -143,8 +145,10 @@ def history_depth(history: int, topk: int) -> int:
     below = history - topk
     require(
         below >= 0 and below % (topk * topk) == 0,
-        f"a history of topk={topk} has T + T*T*(D-1) entries for some depth D >= 1 "
-        f"({topk}, {topk + topk * topk}, ...), found {history}",
+        lambda: (
+            f"a history of topk={topk} has T + T*T*(D-1) entries for some depth D >= 1 "
+            f"({topk}, {topk + topk * topk}, ...), found {history}"
+        ),
     )
     return below // (topk * topk) + 1
 
@@ -154,8 +158,10 @@ def check_num_nodes(num_nodes: int, topk: int, depth: int) -> None:
     history = topk + topk * topk * (depth - 1)
     require(
         depth + 1 <= num_nodes <= 1 + history,
-        f"num_nodes must lie in [D+1, 1+T+T*T*(D-1)] = [{depth + 1}, {1 + history}] for topk={topk} and "
-        f"depth={depth} (the root is counted), found {num_nodes}",
+        lambda: (
+            f"num_nodes must lie in [D+1, 1+T+T*T*(D-1)] = [{depth + 1}, {1 + history}] for topk={topk} and "
+            f"depth={depth} (the root is counted), found {num_nodes}"
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -100,10 +101,13 @@ def warps_for(elements: int) -> int:
     return min(16, max(1, power_of_two(elements) // 256))
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ``DecodingError(message)`` unless the condition holds."""
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raise ``DecodingError(message)`` unless the condition holds.
+
+    A message with sizes in it is a function: writing a size into a string would bake it into a compiled graph.
+    """
     if not condition:
-        raise DecodingError(message)
+        raise DecodingError(message if isinstance(message, str) else message())
 
 
 def require_integers(name: str, tensor: torch.Tensor, *shape: int | None) -> None:

@@ -25,14 +25,16 @@ def vocabulary_block(vocabulary: int) -> int:
 
 def check_probabilities(target_probs: torch.Tensor, batch: int, nodes: int) -> None:
     """Raise DecodingError unless the probabilities are floating point of shape [B,N,V]."""
-    require(target_probs.dtype.is_floating_point, f"target_probs must be floating point, found {target_probs.dtype}")
+    require(
+        target_probs.dtype.is_floating_point, lambda: f"target_probs must be floating point, found {target_probs.dtype}"
+    )
     require_shape("target_probs", target_probs, batch, nodes, None)
     require(target_probs.shape[2] >= 1, "target_probs must have at least one token, found V=0")
 
 
 def check_uniforms(name: str, uniforms: torch.Tensor, *shape: int) -> None:
     """Raise DecodingError unless the uniforms are floating point of this shape."""
-    require(uniforms.dtype.is_floating_point, f"{name} must be floating point, found {uniforms.dtype}")
+    require(uniforms.dtype.is_floating_point, lambda: f"{name} must be floating point, found {uniforms.dtype}")
     require_shape(name, uniforms, *shape)
 
 
@@ -44,7 +46,7 @@ def check_values(target_probs: torch.Tensor, **uniforms: torch.Tensor) -> None:
     """
     mass = target_probs.double().sum(-1)  # [B,N]
     off = float((mass - 1).abs().max())
-    require(off <= 1e-3, f"target_probs rows must sum to 1 within 1e-3, found one that is off by {off:.3g}")
+    require(off <= 1e-3, lambda: f"target_probs rows must sum to 1 within 1e-3, found one that is off by {off:.3g}")
     require(bool((target_probs >= 0).all()), "target_probs must not be negative")
     for name, values in uniforms.items():
         require(bool(((values >= 0) & (values < 1)).all()), f"{name} must lie in [0, 1): use torch.rand")

@@ -29,7 +29,7 @@ def pack_mask(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """
     require(
         mask.dtype == torch.bool and mask.dim() >= 2,
-        f"mask must be bool of shape [..., R, C], found {mask.dtype} {list(mask.shape)}",
+        lambda: f"mask must be bool of shape [..., R, C], found {mask.dtype} {list(mask.shape)}",
     )
     rows, columns = mask.shape[-2:]
     words = torch.ops.modelopt_eagle.pack_mask(mask.reshape(-1, rows, columns), backend)
@@ -52,13 +52,15 @@ def unpack_mask(words: torch.Tensor, num_nodes: int | None = None, *, backend: s
     """
     require(
         words.dtype == torch.int32 and words.dim() >= 2,
-        f"words must be int32 of shape [..., R, W], found {words.dtype} {list(words.shape)}",
+        lambda: f"words must be int32 of shape [..., R, W], found {words.dtype} {list(words.shape)}",
     )
     rows, width = words.shape[-2:]
     columns = rows if num_nodes is None else num_nodes
     require(
         0 <= columns <= 32 * width,
-        f"{width} words hold the columns [0, {32 * width}], found num_nodes={columns}: pass the packed tree's N",
+        lambda: (
+            f"{width} words hold the columns [0, {32 * width}], found num_nodes={columns}: pass the packed tree's N"
+        ),
     )
     mask = torch.ops.modelopt_eagle.unpack_mask(words.reshape(-1, rows, width), columns, backend)
     return mask.view(*words.shape[:-1], columns)

@@ -74,23 +74,28 @@ def relocate_kv(
     require_integers("nodes", nodes, batch, None)
     require_integers("num_accepted", num_accepted, batch)
     require_integers("lengths", lengths, batch)
-    require(window is None or window >= 1, f"window must be at least 1, found {window}")
+    require(window is None or window >= 1, lambda: f"window must be at least 1, found {window}")
     if block_table is not None:
         require_integers("block_table", block_table, batch, None)
     axis = token_dim if token_dim is not None else -2 if block_table is None else 1
     for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
-        require(tensor.dim() in (3, 4), f"cache must have three or four dimensions, found {list(tensor.shape)}")
-        require(
-            -tensor.dim() <= axis < tensor.dim() and axis % tensor.dim() != 0,
-            f"token_dim must name an axis behind the first of {list(tensor.shape)}, found {axis}",
-        )
-        require(
-            block_table is not None or tensor.shape[0] == batch,
-            f"cache must have {batch} rows like nodes, found {list(tensor.shape)}",
-        )
+        check_cache(tensor, axis, batch if block_table is None else None)
         torch.ops.modelopt_eagle.relocate_kv(
             tensor, nodes, num_accepted, lengths, block_table, axis % tensor.dim(), window or 0, debug, backend
         )
+
+
+def check_cache(tensor: torch.Tensor, axis: int, batch: int | None) -> None:
+    """Raise DecodingError unless a cache has a place for positions and, if it is not paged, a row a request."""
+    require(tensor.dim() in (3, 4), lambda: f"cache must have three or four dimensions, found {list(tensor.shape)}")
+    require(
+        -tensor.dim() <= axis < tensor.dim() and axis % tensor.dim() != 0,
+        lambda: f"token_dim must name an axis behind the first of {list(tensor.shape)}, found {axis}",
+    )
+    require(
+        batch is None or tensor.shape[0] == batch,
+        lambda: f"cache must have {batch} rows like nodes, found {list(tensor.shape)}",
+    )
 
 
 @torch.library.custom_op("modelopt_eagle::relocate_kv", mutates_args={"cache"})
@@ -141,25 +146,28 @@ def check_path(view, nodes, num_accepted, lengths, block_table, window) -> None:
     used = step <= num_accepted[:, None]  # [B,D+1]
     require(
         bool((num_accepted < nodes.shape[1]).all()),
-        f"num_accepted must be below the {nodes.shape[1]} columns of nodes, found {num_accepted.tolist()}",
+        lambda: f"num_accepted must be below the {nodes.shape[1]} columns of nodes, found {num_accepted.tolist()}",
     )
     rising = (nodes[:, 1:] > nodes[:, :-1]) | ~used[:, 1:]  # [B,D]
     starts = (nodes[:, 0] == 0) | ~used[:, 0]  # [B]
     require(
         bool(rising.all()) and bool(starts.all()),
-        f"nodes must be accepted paths: 0 first, then strictly increasing, found {nodes.tolist()}",
+        lambda: f"nodes must be accepted paths: 0 first, then strictly increasing, found {nodes.tolist()}",
     )
     last = torch.where(used, nodes, 0).amax(1)  # [B]
-    require(bool((lengths >= 0).all()), f"lengths must not be negative, found {lengths.tolist()}")
+    require(bool((lengths >= 0).all()), lambda: f"lengths must not be negative, found {lengths.tolist()}")
     end = torch.where(used.any(1), lengths + last + 1, 0)  # [B]
     room = view.shape[1] if block_table is None else view.shape[1] * block_table.shape[1]
     if window:
-        require(window <= room, f"window {window} exceeds the {room} places of a row")
-        require(bool((last < window).all()), f"window must exceed the path's nodes, found {window} for {last.tolist()}")
+        require(window <= room, lambda: f"window {window} exceeds the {room} places of a row")
+        require(
+            bool((last < window).all()),
+            lambda: f"window must exceed the path's nodes, found {window} for {last.tolist()}",
+        )
         end = end.clamp(max=window)
     require(
         bool((end <= room).all()),
-        f"cache too short: the accepted paths end at {end.tolist()}, a row holds {room} positions",
+        lambda: f"cache too short: the accepted paths end at {end.tolist()}, a row holds {room} positions",
     )
     if block_table is not None:
         check_blocks(view, nodes, used, lengths, block_table, window)
@@ -175,8 +183,10 @@ def check_blocks(view, nodes, used, lengths, block_table, window) -> None:
     wrong = moved & ((entries < 0) | (entries >= view.shape[0]))
     require(
         not bool(wrong.any()),
-        f"block_table must name blocks from 0 to {view.shape[0] - 1} where rows are moved, "
-        f"found {entries[wrong].unique().tolist()}",
+        lambda: (
+            f"block_table must name blocks from 0 to {view.shape[0] - 1} where rows are moved, "
+            f"found {entries[wrong].unique().tolist()}"
+        ),
     )
 
 

@@ -41,7 +41,7 @@ def repack_accepted(
     Raises:
         DecodingError: shapes or dtypes that do not fit.
     """
-    require(rows.dim() >= 2, f"rows must have shape [B, N, ...], found {list(rows.shape)}")
+    require(rows.dim() >= 2, lambda: f"rows must have shape [B, N, ...], found {list(rows.shape)}")
     require_integers("nodes", nodes, rows.shape[0], None)
     require_integers("num_accepted", num_accepted, rows.shape[0])
     flat = rows[:, :, None] if rows.dim() == 2 else rows.flatten(2)  # [B,N,F]
@@ -77,7 +77,10 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """A view with the integer dtype of the same size, so that one kernel moves every dtype, the 8-bit ones too."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     width = tensor.element_size()
-    require(width in sizes and not tensor.is_complex(), f"elements of 1, 2, 4 or 8 bytes needed, found {tensor.dtype}")
+    require(
+        width in sizes and not tensor.is_complex(),
+        lambda: f"elements of 1, 2, 4 or 8 bytes needed, found {tensor.dtype}",
+    )
     return tensor.view(sizes[width])
 
 

@@ -41,14 +41,16 @@ def repack_mask(
     """
     require(
         buffer.dtype == torch.int32 and buffer.dim() == 3 and buffer.is_contiguous(),
-        f"buffer must be contiguous int32 of shape [B, Nmax, Wmax], found {buffer.dtype} {list(buffer.shape)} "
-        f"with strides {buffer.stride()}",
+        lambda: (
+            f"buffer must be contiguous int32 of shape [B, Nmax, Wmax], found {buffer.dtype} {list(buffer.shape)} "
+            f"with strides {buffer.stride()}"
+        ),
     )
     batch, most, words = buffer.shape
     width = words if width is None else width
-    require(0 <= width <= words, f"width must lie in [0, {words}], found {width}")
+    require(0 <= width <= words, lambda: f"width must lie in [0, {words}], found {width}")
     if isinstance(rows, int):
-        require(0 <= rows <= most, f"rows must lie in [0, {most}], found {rows}")
+        require(0 <= rows <= most, lambda: f"rows must lie in [0, {most}], found {rows}")
         torch.ops.modelopt_eagle.repack_mask(buffer, None, rows, width, backend)
         return buffer.view(-1)[: batch * rows * width].view(batch, rows, width)
     require_integers("rows", rows, batch)
@@ -61,7 +63,9 @@ def _repack_mask_op(buffer: torch.Tensor, rows: torch.Tensor | None, limit: int,
     """``rows`` None: ``limit`` rows of every request; else ``rows`` [B], none above ``limit``."""
     batch, most, words = buffer.shape
     if rows is not None and rows.device.type == "cpu":
-        require(bool(((rows >= 0) & (rows <= most)).all()), f"rows must lie in [0, {most}], found {rows.tolist()}")
+        require(
+            bool(((rows >= 0) & (rows <= most)).all()), lambda: f"rows must lie in [0, {most}], found {rows.tolist()}"
+        )
     if choose_backend(backend, buffer.device) == "reference":
         repack_mask_reference(buffer, rows, limit, width)
     elif buffer.numel() and width:

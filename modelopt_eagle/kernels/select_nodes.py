@@ -41,10 +41,10 @@ def select_nodes(scores: torch.Tensor, count: int, *, backend: str = "auto") -> 
     Raises:
         DecodingError: wrong shape or dtype, or ``count`` outside [1, H].
     """
-    require(scores.dim() == 2, f"scores must have shape [B, H], found {list(scores.shape)}")
-    require(scores.dtype.is_floating_point, f"scores must be floating point, found {scores.dtype}")
+    require(scores.dim() == 2, lambda: f"scores must have shape [B, H], found {list(scores.shape)}")
+    require(scores.dtype.is_floating_point, lambda: f"scores must be floating point, found {scores.dtype}")
     history = scores.shape[1]
-    require(1 <= count <= history, f"count must lie in [1, H={history}], found {count}")
+    require(1 <= count <= history, lambda: f"count must lie in [1, H={history}], found {count}")
     return torch.ops.modelopt_eagle.select_nodes(scores, count, backend)
 
 

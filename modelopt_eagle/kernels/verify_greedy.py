@@ -69,12 +69,12 @@ def verify_greedy(
 
 def check_tree(tree: DraftTree, tree_valid: torch.Tensor | None) -> None:
     """Raise DecodingError unless the tree's tensors and ``tree_valid`` fit together (shapes and dtypes only)."""
-    require(tree.tokens.dim() == 2, f"tree.tokens must have shape [B, N], found {list(tree.tokens.shape)}")
+    require(tree.tokens.dim() == 2, lambda: f"tree.tokens must have shape [B, N], found {list(tree.tokens.shape)}")
     batch, nodes = tree.tokens.shape
     require_integers("tree.tokens", tree.tokens, batch, nodes)
     require_integers("tree.parents", tree.parents, batch, nodes)
     if tree_valid is not None:
-        require(tree_valid.dtype == torch.bool, f"tree_valid must be bool, found {tree_valid.dtype}")
+        require(tree_valid.dtype == torch.bool, lambda: f"tree_valid must be bool, found {tree_valid.dtype}")
         require_shape("tree_valid", tree_valid, batch)
 
 

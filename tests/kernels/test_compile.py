@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from modelopt_eagle import kernels
 from modelopt_eagle.kernels.parity import Cases
@@ -60,3 +61,21 @@ def test_a_whole_step_compiles_without_graph_breaks():
         assert torch.equal(one, other)
     assert torch.equal(caches[0], caches[1])
     assert caches[0].flatten()[3:6].tolist() == [3.0, 5.0, 7.0]
+
+
+def test_one_compiled_step_takes_every_batch():
+    """Batch sizes are symbols to the compiler: no size is baked in, and one graph serves the later ones."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(decode_step, fullgraph=True, backend=graphs, dynamic=True)
+    for batch in (2, 3, 5, 7):
+        history = [part.repeat(batch, 1) for part in worked_example()]
+        predict = torch.randint(10, 40, (batch, 6))
+        predict[::2] = torch.tensor([12, 70, 23, 71, 50, 72])
+        lengths = torch.arange(batch)
+        caches = [torch.arange(20.0).view(1, 1, 20, 1).repeat(batch, 1, 1, 1) for _ in range(2)]
+        found = compiled(*history, predict, caches[0], lengths)
+        expected = decode_step(*history, predict, caches[1], lengths)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert torch.equal(*caches)
+    assert graphs.frame_count == 1

@@ -1,10 +1,11 @@
-"""``scripts/benchmark/generation.py`` runs and its parts add up."""
+"""``scripts/benchmark/generation.py`` and ``validation.py`` run and their parts add up."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+from modelopt_eagle.export import export_checkpoint
 from modelopt_eagle.target.tiny import make_tiny_target
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +30,24 @@ def test_generation_benchmark(tmp_path):
         assert abs(row["break_even"] - parts / row["plain_step"]) < 1e-9
         assert abs(row["efficiency"] - row["speedup"] / row["acceptance_length"]) < 1e-9
         assert f"{row['speedup']:.2f}x" in run.stdout
+
+
+def test_validation_benchmark(tmp_path, good_head):
+    """All contenders judge the same answers; what runs modelopt's code must be an interpreter that has it."""
+    target = make_tiny_target(tmp_path / "target")
+    export_checkpoint(good_head, None, tmp_path / "head", target=target)
+    command = [
+        sys.executable, str(ROOT / "scripts" / "benchmark" / "validation.py"), "--target", str(tmp_path / "target"),
+        "--model_path", str(tmp_path / "head"), "--num_prompts", "3", "--context", "40", "--max_new_tokens", "10",
+        "--batch_sizes", "1", "2", "--output", str(tmp_path / "rows.json"),
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["name"] for row in rows] == ["generator, batch 1", "generator, batch 2", "walk, batch 1", "walk, batch 8"]
+    assert "parts from" not in run.stdout
+    assert len({row["rounds"] for row in rows}) == 1 and {row["tokens"] for row in rows} == {30}
+    for row in rows:
+        assert abs(row["rate"] - row["tokens"] / row["seconds"]) < 1e-9 and f"{row['rate']:.2f}" in run.stdout
+    run = subprocess.run([*command, "--modelopt_python", "/bin/false"], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 1 and "modelopt's validation failed" in run.stderr
