@@ -366,3 +366,20 @@ def test_recipes_that_cannot_be_trained_are_refused(overrides, says):
     with pytest.raises(RecipeError) as caught:
         load_recipe(None, ["target_lora.rank=4", *overrides])
     assert says in str(caught.value)
+
+
+def test_a_bfloat16_target_keeps_float32_adapters():
+    target = make_tiny_target()
+    target = type(target)(target.model.bfloat16(), target.tokenizer, name="half")
+    adapter = TargetAdapter(target, rank=4, alpha=8, target_modules=MODULES)
+    batch = UnadaptedSource(OnlineSource(target, ROWS), adapter).load([0, 1])
+    assert {p.dtype for p in adapter.parameters()} == {torch.float32}
+    adapted = adapted_batch(adapter, batch)
+    assert adapted.final_hidden.dtype == torch.bfloat16 and torch.equal(adapted.final_hidden, batch.final_hidden)
+    recipe = load_recipe(None, ["target_lora.rank=4"])
+    module = random_module(DraftConfig.from_target(target.config, 96), DraftVocab.from_counts(torch.arange(256), 96), 0)
+    tables = TeacherTables.make(target.embedding.weight, target.head, module.target_ids)
+    step = AdaptedStep(module, tables, recipe.eagle, "float32", adapter, recipe.target_lora)
+    _, grads, output = gradients(step, step.place(batch, "cpu"), detach=False)
+    assert torch.isfinite(output.loss) and all(torch.isfinite(g).all() for g in grads)
+    assert output.preservation == 0 and any(g.abs().sum() > 0 for g in grads)
