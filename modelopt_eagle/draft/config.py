@@ -250,8 +250,9 @@ def rope_of(config) -> tuple[float, dict[str, Any] | None]:
     Returns:
         ``(rope_theta, rope_scaling)``; the scaling is ``None`` for plain rotary embeddings. Where a target uses one
         rotary table per attention type, the one of its full-attention layers is taken. A partial rotary factor of
-        the target is not taken over: the head rotates whole heads. Nor are the sections of a multimodal rotary
-        embedding (Qwen-VL): engines give a head the plain position of each token, see ``docs/data.md``.
+        the target is not taken over: the head rotates whole heads (but in the type ``proportional``, whose tables are
+        as wide as a head and hold it as a parameter). Nor are the sections of a multimodal rotary embedding (Qwen-VL):
+        engines give a head the plain position of each token, see ``docs/data.md``.
     """
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parameters = dict(parameters)
@@ -265,6 +266,9 @@ def rope_of(config) -> tuple[float, dict[str, Any] | None]:
         theta = getattr(config, "default_theta", 10000.0)
     for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         parameters.pop(key, None)
+    for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+        if key != "partial_rotary_factor" or parameters["rope_type"] != "proportional":
+            parameters.pop(key, None)
     kind = parameters.pop("type", None)
     parameters.setdefault("rope_type", kind or "default")
     if parameters["rope_type"] == "mrope":  # an old name of plain frequencies with sections

@@ -174,6 +174,9 @@ def rope_reasons(data: dict[str, Any], config: DraftConfig, profile: EngineProfi
             base, scaling = float(data["rope_theta"]), data.get("rope_scaling")
             break
     reasons = []
+    kind = (config.rope_scaling or {}).get("rope_type")
+    if config.decoder_type == "kimik2" and kind not in (None, "yarn"):
+        reasons.append(f"takes every scaled rotary table of latent attention for yarn, this one is {kind}")
     if base != config.rope_theta:
         reasons.append(f"takes the rotary base {base:g}, the head was trained with {config.rope_theta:g}")
     if (scaling or None) != (config.rope_scaling or None):

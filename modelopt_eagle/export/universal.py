@@ -105,11 +105,13 @@ def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] 
     new = dict(data.get("rope_parameters") or {})
     old = dict(data.get("rope_scaling") or {})
     for block in (new, old, data):
+        if "proportional" in (block.get("rope_type"), block.get("type")):
+            continue  # there it is part of the type, and whole heads are rotated
         share = block.get("partial_rotary_factor")
         if share not in (None, 1):
             raise CheckpointError(f"{where}: partial_rotary_factor is {share}; heads here rotate whole attention heads")
-    new.pop("partial_rotary_factor", None)
-    old.pop("partial_rotary_factor", None)
+        if block is not data:
+            block.pop("partial_rotary_factor", None)
     bases = {float(b) for b in (new.pop("rope_theta", None), old.pop("rope_theta", None), data.get("rope_theta")) if b}
     if len(bases) > 1:
         raise CheckpointError(

@@ -19,6 +19,10 @@ EVERYWHERE = {
     "latent": LATENT,
     "narrow": {"target_hidden_size": 48},
     "wide_heads": {"head_dim": 16},
+    "latent_yarn": {
+        **LATENT,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    },
     "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
 }
 
@@ -50,6 +54,8 @@ SOME = [
     ({"aux_layer_ids": (2,)}, {"vllm": None, "sglang": "leaves out fc", "tensorrt_llm": "leaves out fc"}),
     ({**LATENT, "q_lora_rank": None}, {"vllm": None, "sglang": "q_lora_rank", "tensorrt_llm": "q_lora_rank"}),
     ({**LATENT, "norm_output": True}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
+    ({**LATENT, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+     {"vllm": "for yarn", "sglang": "for yarn", "tensorrt_llm": "for yarn"}),
     ({**LATENT, "norm_before_fc": True}, {"vllm": "norm_before_fc", "sglang": "norm_before_fc", "tensorrt_llm": None}),
 ]  # fmt: skip
 

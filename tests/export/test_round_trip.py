@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.rotary import inverse_frequencies
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint, load_draft, read_head
 from modelopt_eagle.export import folders as folders_module
@@ -109,7 +111,38 @@ ROPES = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 512,
     },
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
 }  # fmt: skip
+
+
+def test_every_type_that_transformers_knows_is_among_them():
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert set(ROPE_INIT_FUNCTIONS) <= set(ROPES)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_head_takes_over_the_rotary_table_of_its_target(kind):
+    """From the target's configuration, as transformers reads it, to the head's frequencies."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    target = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, head_dim=8, num_hidden_layers=8, vocab_size=64,
+        max_position_embeddings=2048, rope_parameters={"rope_theta": 7e5, **(ROPES[kind] or {"rope_type": "default"})},
+    )  # fmt: skip
+    config = DraftConfig.from_target(target)
+    frequencies, factor = inverse_frequencies(config)
+    assert config.rope_theta == 7e5
+    if kind == "longrope":  # transformers' layer starts with the short list, and the head is fixed at its full length
+        theirs, scale = ROPE_INIT_FUNCTIONS[kind](target, torch.device("cpu"), seq_len=2048)
+    else:
+        layer = LlamaRotaryEmbedding(target)
+        theirs, scale = layer.inv_freq, layer.attention_scaling
+    assert torch.equal(frequencies, theirs) and factor == pytest.approx(scale)
+    plain = DraftConfig.from_target(LlamaConfig(**{**target.to_dict(), "rope_parameters": {"rope_theta": 1e4}}))
+    assert plain.rope_theta == 1e4 and not torch.equal(inverse_frequencies(plain)[0], frequencies)
 
 
 @pytest.mark.parametrize("kind", ROPES)
