@@ -14,6 +14,7 @@ IMMATERIAL_SECTIONS = {"validation", "export"}
 IMMATERIAL = {
     "model.device",
     "data.streaming_server_url",
+    "data.streaming_transport",
     "training.output_dir",
     "training.log_steps",
     "training.save_steps",

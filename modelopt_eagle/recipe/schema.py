@@ -128,6 +128,11 @@ class DataSection(Section):
     streaming_server_url: str | None = Field(
         None, description="Feature server(s) to train from, comma-separated: `http://host:8000,http://other:8000`."
     )
+    streaming_transport: Literal["auto", "shm", "tcp", "nixl"] = Field(
+        "auto",
+        description="How states come from the server: shared memory (same host), TCP, NIXL (needs `nixl-cu12` or "
+        "`nixl-cu13` on both sides); auto: shared memory on loopback, else TCP.",
+    )
     on_missing: Literal["fail", "generate", "skip"] = Field(
         "fail",
         description="A row of `train_path` that the store at `offline_data_path` lacks: stop, compute it (by the "
@@ -168,6 +173,10 @@ class DataSection(Section):
             stored or self.on_missing == "fail",
             f"on_missing: {self.on_missing} speaks of rows missing from a store: set offline_data_path, or leave it at "
             "fail",
+        )
+        need(
+            streamed or self.streaming_transport == "auto",
+            "streaming_transport speaks of a feature server: set streaming_server_url, or leave it at auto",
         )
         need(
             not (stored or streamed) or self.cache_features == "none",

@@ -53,7 +53,8 @@ def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelera
     if asks_servers(recipe):
         urls = [url.strip() for url in recipe.data.streaming_server_url.split(",")]
         token = os.environ.get(TOKEN_VARIABLE)
-        source = StreamedSource(urls, dataset, target, contract.aux_layer_ids, token=token)
+        transport = recipe.data.streaming_transport
+        source = StreamedSource(urls, dataset, target, contract.aux_layer_ids, token=token, transport=transport)
         header.append(f"features: from {', '.join(urls)}")
         make = source.fetch_rows
     elif recipe.data.on_missing == "generate":

@@ -19,7 +19,7 @@ from modelopt_eagle.features.vllm_engine import free_port
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

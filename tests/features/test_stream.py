@@ -17,7 +17,7 @@ import torch
 from modelopt_eagle.cli import serve_features
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.draft import DraftConfig, EagleModule
-from modelopt_eagle.errors import StreamError
+from modelopt_eagle.errors import MissingExtraError, StreamError
 from modelopt_eagle.features import OnlineSource, StreamedSource
 from modelopt_eagle.features.stream.client import MailboxClient, StreamTimeout
 from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY, Mailbox
@@ -262,6 +262,17 @@ def raw(port, frames):
         socket.send_multipart(frames)
         assert socket.poll(2000)
         return socket.recv()
+
+
+def test_nixl_that_is_missing_is_named(tiny_target, dataset, monkeypatch):
+    monkeypatch.setattr("modelopt_eagle.features.stream.nixl._MODULES", ("no_such_nixl._api",))
+    with pytest.raises(MissingExtraError, match="pip install nixl-cu12"):
+        MailboxClient("127.0.0.1:1", transport="nixl")
+    with serving(tiny_target) as server:
+        source = stream([server.url], dataset, tiny_target)
+        key = source._pool._servers[0].completions.run([5, 6, 7]).key
+        answer = raw(server._mailbox.port, [json.dumps({"op": "get", "key": key, "transport": "nixl"}).encode()])
+        assert "pip install nixl-cu12" in json.loads(answer)["error"]
 
 
 def test_a_server_of_garbage_is_refused(tiny_target, dataset, monkeypatch):

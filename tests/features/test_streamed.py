@@ -2,7 +2,7 @@
 
 Every test runs against the in-repo server, and with ``--engine`` against a real ``vllm serve`` too. Real in both cases:
 the servers, kill -9, restarts, refusals, tokens. What a healthy server never does, a proxy in front of it does: answer
-late, and send spoilt messages.
+late, and send spoilt messages. The transport NIXL is tested where it is installed.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -68,7 +69,10 @@ def losses(batches, target):
     return values
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+NIXL = ["nixl"] if find_spec("nixl_cu12") or find_spec("nixl_cu13") else []
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", *NIXL])
 def test_streamed_batches_and_losses_equal_online_ones(fleet, served, dataset, online, transport):
     streamed = all_batches(stream(fleet.up(2), dataset, served, transport=transport))
     assert_equal_batches(streamed, all_batches(online))

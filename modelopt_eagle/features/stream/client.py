@@ -9,8 +9,9 @@ import threading
 from modelopt_eagle.errors import StreamError, require_extra
 from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, parse_json
+from modelopt_eagle.features.stream.nixl import NixlLost, NixlReceiver
 
-TRANSPORTS = ("auto", "tcp", "shm")
+TRANSPORTS = ("auto", "tcp", "shm", "nixl")
 
 
 class StreamTimeout(StreamError):
@@ -23,8 +24,8 @@ class MailboxClient:
     Args:
         address: ``host:port`` of the mailbox.
         token: the shared token, or None.
-        transport: ``"tcp"``, ``"shm"`` (same host only), or ``"auto"``: shm on loopback, and tcp if the server
-            turns out to have another ``/dev/shm`` (a container whose port is forwarded).
+        transport: ``"tcp"``, ``"shm"`` (same host only), ``"nixl"``, or ``"auto"``: shm on loopback, and tcp if the
+            server turns out to have another ``/dev/shm`` (a container whose port is forwarded).
         timeout: seconds to wait for an answer.
     """
 
@@ -37,6 +38,7 @@ class MailboxClient:
         self.address, self._token, self._transport, self._timeout = address, token, transport, timeout
         self._zmq = require_extra("zmq", "stream")
         self._local = threading.local()
+        self._nixl = NixlReceiver() if transport == "nixl" else None
 
     def hello(self) -> dict:
         """What the server serves: model, revision, tokenizer_hash, aux_layer_ids, hidden_size, …
@@ -65,6 +67,11 @@ class MailboxClient:
             raise (StreamTimeout if lost else StreamError)(f"{self.address}: {error}")
         if "segment" in header:
             payload = self._take_segment(header["segment"])
+        elif self._nixl is not None and isinstance(header.get("bytes"), int):
+            try:
+                payload = self._nixl.read(header.get("nixl"), header["bytes"], self._timeout)
+            except NixlLost as error:
+                raise StreamTimeout(f"{self.address}: {error}") from error
         elif len(frames) == 2:
             payload = frames[1]
         else:

@@ -1,11 +1,12 @@
-"""Where a feature server leaves finished messages, and trainers fetch them: over TCP (ZeroMQ) or shared memory.
+"""Where a feature server leaves finished messages, and trainers fetch them: by TCP (ZeroMQ), shared memory or NIXL.
 
 A trainer sends one JSON frame to the mailbox's ZeroMQ socket and gets one or two frames back:
 
 ``{"op": "hello", "token": …}``
     → ``{"ok": true, "identity": {…}}``, what the server serves.
-``{"op": "get", "key": …, "token": …, "transport": "tcp" | "shm", "wait": seconds}``
-    → the two frames of ``stream.message``, each message once. With ``shm`` the second frame stays in ``/dev/shm`` and
+``{"op": "get", "key": …, "token": …, "transport": "tcp" | "shm" | "nixl", "wait": seconds}``
+    → the two frames of ``stream.message``, each message once. With ``nixl`` the second frame is read from the server's
+    memory (``stream.nixl``); with ``shm`` the second frame stays in ``/dev/shm`` and
     the header says where; who fetched it deletes it, and the mailbox what nobody fetched in :data:`SEGMENT_LIFE`.
 
 Anything that fails is answered by ``{"ok": false, "error": …}``.
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from modelopt_eagle.errors import StreamError, require_extra
 from modelopt_eagle.features.stream.message import FeatureMessage, encode
+from modelopt_eagle.features.stream.nixl import NixlSender
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT_PREFIX = "modelopt-eagle-"
@@ -129,6 +131,7 @@ class Mailbox:
         self._server = secrets.token_hex(8)
         self._identity = identity | {"server": self._server}
         self._token, self._max_bytes = token, max_bytes
+        self._nixl: NixlSender | None = None  # made for the first trainer that asks for it
         self._ready: OrderedDict[str, tuple[dict, bytes]] = OrderedDict()
         self._dropped: OrderedDict[str, None] = OrderedDict()
         self._bytes = 0
@@ -180,6 +183,8 @@ class Mailbox:
             now = time.monotonic()
             waiting = [entry for entry in waiting if not self._answer(*entry, now)]
             self._delete_segments(now)
+            if self._nixl is not None:
+                self._nixl.release()
 
     def _delete_segments(self, now: float) -> None:
         """Delete files in shared memory that nobody has fetched in time; those that were are gone already."""
@@ -198,10 +203,10 @@ class Mailbox:
             return {}, "wrong or missing token: set MODELOPT_EAGLE_STREAM_TOKEN to the server's"
         if request["op"] == "get" and not (
             isinstance(request.get("key"), str)
-            and request.get("transport") in ("tcp", "shm")
+            and request.get("transport") in ("tcp", "shm", "nixl")
             and isinstance(request.get("wait", 0), (int, float))
         ):
-            return {}, "malformed request: get needs key, transport tcp or shm, and wait in seconds"
+            return {}, "malformed request: get needs key, transport tcp, shm or nixl, and wait in seconds"
         return request, None
 
     def _answer(self, sender: bytes, request: dict, deadline: float, now: float) -> bool:
@@ -230,6 +235,14 @@ class Mailbox:
                 return True
             self._segments.append((now + SEGMENT_LIFE, segment))
             self._reply(sender, header | {"segment": segment.name})
+        elif request["transport"] == "nixl":
+            try:
+                self._nixl = self._nixl or NixlSender()
+                offer = self._nixl.offer(payload)
+            except Exception as error:  # NIXL raises kinds of its own; the mailbox goes on for the other transports
+                self._refuse(sender, f"cannot hand states out by NIXL: {error}")
+                return True
+            self._reply(sender, header | {"nixl": offer})
         else:
             self._reply(sender, header, payload)
         return True
