@@ -65,7 +65,7 @@ class AcceptanceReport:
     sweep: list[dict] | None = None
 
     def to_dict(self) -> dict:
-        """The fields of ``acceptance.json``; ``costs`` only if speed was measured, ``sweep`` only if one was made."""
+        """The fields of ``acceptance.json``; ``costs`` if speed was measured, ``sweep`` and ``best`` after a sweep."""
         data = {name: getattr(self, name) for name in JSON_FIELDS}
         data["ci95"] = list(self.ci95)
         data["draft"] = plan_fields(self.plan)
@@ -73,6 +73,7 @@ class AcceptanceReport:
             data["costs"] = cost_fields(self.speed)
         if self.sweep is not None:
             data["sweep"] = self.sweep
+            data["best"] = best_setting(self.sweep)
         return data
 
     def write_json(self, path: str | Path) -> Path:
@@ -117,6 +118,13 @@ def plan_fields(plan: DraftPlan) -> dict:
     if plan.is_tree:
         return {"mode": "tree", "topk": plan.topk, "depth": plan.depth, "num_nodes": plan.num_nodes}
     return {"mode": "chain", "num_steps": plan.depth}
+
+
+def best_setting(rows: list[dict]) -> dict:
+    """The fastest shape of a sweep, or ``mode: plain`` if plain decoding is faster than all of them."""
+    best = max(rows, key=lambda row: row["speedup"])
+    shape = ("mode", "num_steps", "topk", "depth", "num_nodes")
+    return {key: best[key] for key in shape if key in best} if best["speedup"] >= 1 else {"mode": "plain"}
 
 
 def cost_fields(speed: Speed) -> dict:

@@ -11,7 +11,7 @@ from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
 from .measure import time_generators
-from .report import format_table, plan_fields
+from .report import best_setting, format_table, plan_fields
 
 CHAINS = (1, 2, 3, 4, 5, 7)
 TREES = ((2, 2, 5), (2, 3, 7), (4, 3, 9), (4, 4, 13), (8, 4, 17), (8, 5, 33))
@@ -82,11 +82,11 @@ def sweep_table(rows: Sequence[dict]) -> str:
 
 
 def advice(rows: Sequence[dict]) -> str:
-    """What to use on this machine, from the rows of a sweep, the fastest first."""
-    best = rows[0]
-    if best["speedup"] < 1:
+    """What to use on this machine, from the rows of a sweep."""
+    best = best_setting(rows)
+    if best["mode"] == "plain":
         return "best on this machine: draft nothing, every shape is slower than plain decoding"
-    return f"best on this machine: {plan_name(best)}, {best['speedup']:.2f}x"
+    return f"best on this machine: {plan_name(best)}, {max(row['speedup'] for row in rows):.2f}x"
 
 
 def plan_name(row: dict) -> str:

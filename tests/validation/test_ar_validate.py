@@ -90,6 +90,8 @@ def test_tree_and_sweep(folders, capsys, monkeypatch):
     text = page.read_text()
     assert text.count("data:image/png;base64,") == 4 and "By depth" in text and "Best on this machine" in text
     assert "tree of topk 2, depth 4, 9 nodes" in text and "tree of topk 2, depth 4, 9 nodes" in printed
+    shape = {key: value for key, value in data["sweep"][0].items() if key in ("mode", "num_steps", "topk")}
+    assert data["best"] == {"mode": "plain"} or shape.items() <= data["best"].items()
     for row in data["sweep"]:
         assert f"{row['acceptance_length']:.3f}" in text and f"{row['acceptance_length']:.3f}" in printed
     assert "best on this machine" in printed and "tree, topk 2, depth 3, num_nodes 7" in printed

@@ -44,7 +44,8 @@ def test_validation_benchmark(tmp_path, good_head):
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["name"] for row in rows] == ["generator, batch 1", "generator, batch 2", "walk, batch 1", "walk, batch 8"]
+    names = ["generator, batch 1", "generator, batch 2", "walk, batch 1", "walk, batch 8"]
+    assert [row["name"] for row in rows] == names
     assert "parts from" not in run.stdout
     assert len({row["rounds"] for row in rows}) == 1 and {row["tokens"] for row in rows} == {30}
     for row in rows:

@@ -1,5 +1,6 @@
 """What a sweep advises."""
 
+from modelopt_eagle.validation.report import best_setting
 from modelopt_eagle.validation.speed import Speed
 from modelopt_eagle.validation.sweep import sweep_table
 
@@ -22,3 +23,4 @@ def test_drafting_nothing_is_advised_where_verification_costs_too_much():
     cheap = [measured(k, 1 + 0.5 * k, 0.1 * k, 1.0) for k in (1, 3)]
     cheap.sort(key=lambda row: -row["speedup"])
     assert "best on this machine: chain, steps 3" in sweep_table(cheap)
+    assert best_setting(dear) == {"mode": "plain"} and best_setting(cheap) == {"mode": "chain", "num_steps": 3}
