@@ -96,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.cli._reading import reading_options
     from modelopt_eagle.export import export_checkpoint, read_head
     from modelopt_eagle.export.engine_versions import parse_versions
+    from modelopt_eagle.export.licence import licence_of
     from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
     rope_scaling = parse_rope_scaling(arguments.rope_scaling)
@@ -111,7 +112,10 @@ def main(argv: list[str] | None = None) -> int:
         rope_scaling=rope_scaling,
         overwrite=arguments.overwrite,
         for_engines=parse_versions(arguments.for_engine),
-        report=find_report(arguments.model_path, head.folder, arguments.report),
+        report={
+            "target_license": licence_of(arguments.base_model or head.config.target_name),
+            **find_report(arguments.model_path, head.folder, arguments.report),
+        },
         adapter=head.folder / ADAPTER if (head.folder / ADAPTER).is_dir() else None,
     )
     print(f"read      {head.folder} ({head.layout})")

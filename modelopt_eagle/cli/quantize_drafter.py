@@ -101,12 +101,12 @@ def main(argv: list[str] | None = None) -> int:
     batches = calibration_batches(arguments, target, head.config.aux_layer_ids)
     prompts = load_prompts(arguments.prompts, arguments.num_samples)
 
-    def measure(module) -> float:
+    def measure(module) -> dict:
         print(f"measuring on {len(prompts)} prompts", file=sys.stderr)
         return measure_acceptance(
             target, module, prompts, num_steps=arguments.steps, max_new_tokens=arguments.max_new_tokens, max_turns=1,
             speedup_prompts=0,
-        ).acceptance_length  # fmt: skip
+        ).to_dict()  # fmt: skip
 
     report = quantize_drafter(
         head.module, arguments.export_path, arguments.format, feed(batches, target.embedding, arguments.steps),

@@ -177,6 +177,7 @@ def write_whole(file: Path, text: str) -> None:
 def export(recipe: Recipe, result, measured: dict | None) -> None:
     """Write the folder that engines load, unless it holds this checkpoint already; then upload it if asked to."""
     from modelopt_eagle.export import export_checkpoint, load_draft
+    from modelopt_eagle.export.licence import licence_of
     from modelopt_eagle.target import load_target_tables
     from modelopt_eagle.target.adapter import FOLDER, check_adapter
 
@@ -200,9 +201,10 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
     module = load_draft(result.best_checkpoint)
     card = {
         **(measured or {}),
-        "data": result.header[0].removeprefix("data: ") if result.header else None,
-        "recipe": str(result.output_dir / "recipe.yaml"),
+        "data": data_facts(recipe, result),
+        "recipe": recipe_facts(recipe),
         "training_steps": result.steps,
+        "target_license": licence_of(recipe.model.base_model),
     }
     report = export_checkpoint(
         module,
@@ -226,6 +228,27 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
 
         print(f"uploaded to {push_to_hub(path, section.push_to_hub)}")
     write_whole(stamp, json.dumps(mark, indent=1))
+
+
+def data_facts(recipe: Recipe, result) -> str | None:
+    """For the card: the names of the training files, without their folders, and what was read of them."""
+    paths = recipe.data.train_path if isinstance(recipe.data.train_path, list) else [recipe.data.train_path]
+    if not result.header:
+        return None
+    names = "stored features" if recipe.data.offline_data_path else ", ".join(Path(path).name for path in paths)
+    return f"{names}; {result.header[0].removeprefix('data: ')}"
+
+
+def recipe_facts(recipe: Recipe) -> str:
+    """For the card: every setting of the head and of its training that is not the default, paths left out."""
+    facts = []
+    for section in ("eagle", "training"):
+        values = getattr(recipe, section)
+        for key, field in type(values).model_fields.items():
+            value = getattr(values, key)
+            if value != field.get_default(call_default_factory=True) and not key.endswith(("_path", "_dir")):
+                facts.append(f"{section}.{key}={json.dumps(value)}")
+    return ", ".join(f"`{fact}`" for fact in facts) or "the defaults"
 
 
 def summary(recipe: Recipe, result, measured: dict | None) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
 
 from .engine_versions import needed_version
 from .engines import SGLANG, TENSORRT_LLM, VLLM
+from .licence import licence_of
 
 TESTED = {
     "vLLM": f"{VLLM.version} (run on a CPU)",
@@ -44,7 +46,7 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
         lines += ["", "| category | acceptance length | 95 % interval |", "|---|---|---|"]
         for category, entry in rows.items():
             entry = entry if isinstance(entry, dict) else {"acceptance_length": entry}
-            bounds = entry.get("ci95")
+            bounds = entry.get("ci95") or (report.get("per_category_ci95") or {}).get(category)
             shown = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
             lines.append(f"| {category} | {entry['acceptance_length']:.3f} | {shown} |")
     return lines
@@ -141,11 +143,13 @@ def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, A
         report: ``acceptance.json``; keys ``data``, ``recipe``, ``commit`` and ``target_license`` are used too if there.
         notes: added to the card as they are.
     """
-    licence = report.get("target_license") or "that of the target; see its model card"
+    known = report.get("target_license") or licence_of(config.target_name)
+    licence = known or "that of the target; see its model card"
     engine_notes = [f"* {note}" for note in notes]
     parts = [
         "---",
         "tags: [eagle3, speculative-decoding]",
+        *([f"license: {known}"] if known and re.fullmatch(r"[a-z0-9][a-z0-9.-]*", known) else []),
         *([f"base_model: {config.target_name}"] if config.target_name and "/" in config.target_name else []),
         "---",
         "",

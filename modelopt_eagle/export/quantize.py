@@ -184,7 +184,7 @@ def quantize_drafter(
     form: str,
     run: Callable[[EagleModule], None],
     *,
-    measure: Callable[[EagleModule], float] | None = None,
+    measure: Callable[[EagleModule], float | dict[str, Any]] | None = None,
     max_drop: float = 0.02,
     target=None,
     dtype: str | torch.dtype | None = None,
@@ -197,7 +197,7 @@ def quantize_drafter(
         path: the folder to make.
         form: ``fp8``, ``nvfp4`` or ``int8``.
         run: calibration, see :func:`feed`.
-        measure: acceptance length of a head; called before and after.
+        measure: acceptance length of a head, or the content of its ``acceptance.json``; called before and after.
         max_drop: largest relative loss that is still exported.
         target: as in ``export_checkpoint``.
         dtype: of the tensors that stay unquantised; ``None`` keeps theirs.
@@ -210,7 +210,9 @@ def quantize_drafter(
     ranges = calibrate(module, form, run)
     after_module, packed = quantized_module(module, ranges, form)
     tensors = quantized_tensors(module, packed, dtype)
-    before, after = (measure(module.float()), measure(after_module)) if measure else (None, None)
+    measured = [measure(module.float()), measure(after_module)] if measure else [None, None]
+    found = measured[1] if isinstance(measured[1], dict) else {}
+    before, after = (m["acceptance_length"] if isinstance(m, dict) else m for m in measured)
     report = QuantizationReport(
         Path(path), form, size_of(file_tensors(module, dtype)), size_of(tensors), len(packed), before, after
     )
@@ -227,7 +229,7 @@ def quantize_drafter(
         notes.append(f"acceptance length {before:.3f} before, {after:.3f} after")
     report.notes = engine_notes(data, tensors, config, legacy, target_identity(target).get("num_layers"))
     report.needs = [needed_version(name, config, quantised=True).text(name) for name in PROFILES]
-    card = model_card(config, data, report={}, notes=notes + report.notes)
+    card = model_card(config, data, report=found, notes=notes + report.notes)
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "hf_quant_config.json": legacy, "README.md": card})
         check_written(folder, packed, tensors, form, config)

@@ -84,6 +84,7 @@ def measure_acceptance(
         ci95=bootstrap_interval(accepted, seed),
         per_position=prefix_shares(accepted, generator.plan.depth),
         per_category={name: acceptance_length(rows) for name, rows in categories.items()},
+        per_category_ci95={name: bootstrap_interval(rows, seed) for name, rows in categories.items()},
         speedup=speed[0].speedup if speed else None,
         steps=sum(map(len, accepted)),
         prompts=len(answered),

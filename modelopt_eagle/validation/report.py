@@ -41,6 +41,7 @@ class AcceptanceReport:
         target: its name.
         commit: of this package.
         plan: what was drafted.
+        per_category_ci95: the interval of each category; the value itself where it has one prompt.
         counts: prompts and steps of each category.
         too_long: turns left out because they do not fit the target's window.
         speed: what the speed-up is made of.
@@ -58,6 +59,7 @@ class AcceptanceReport:
     target: str
     commit: str
     plan: DraftPlan
+    per_category_ci95: dict[str, tuple[float, float]] = field(default_factory=dict)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     too_long: int = 0
     speed: Speed | None = None
@@ -68,6 +70,7 @@ class AcceptanceReport:
         """The fields of ``acceptance.json``; ``costs`` if speed was measured, ``sweep`` and ``best`` after a sweep."""
         data = {name: getattr(self, name) for name in JSON_FIELDS}
         data["ci95"] = list(self.ci95)
+        data["per_category_ci95"] = {name: list(bounds) for name, bounds in self.per_category_ci95.items()}
         data["draft"] = plan_fields(self.plan)
         if self.speed is not None:
             data["costs"] = cost_fields(self.speed)
@@ -90,7 +93,9 @@ class AcceptanceReport:
         rows = [("category", "prompts", "steps", "acceptance length")]
         for category, value in self.per_category.items():
             prompts, steps = self.counts.get(category, ("", ""))
-            rows.append((category, str(prompts), str(steps), f"{value:.3f}"))
+            bounds = self.per_category_ci95.get(category)
+            shown = f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""
+            rows.append((category, str(prompts), str(steps), f"{value:.3f}{shown}"))
         low, high = self.ci95
         rows.append(
             ("all", str(self.prompts), str(self.steps), f"{self.acceptance_length:.3f} [{low:.3f}, {high:.3f}]")

@@ -48,6 +48,9 @@ def test_report_agrees_with_the_generator(target, good_head, prompts, report):
     assert report.steps == sum(map(len, accepted)) and report.prompts == 4
     assert report.per_category == {"writing": acceptance_length(accepted[:2]), "math": acceptance_length(accepted[2:])}
     assert report.ci95[0] <= report.acceptance_length <= report.ci95[1]
+    for category, length in report.per_category.items():
+        low, high = report.per_category_ci95[category]
+        assert low <= length <= high
     assert report.speedup > 0 and report.speed.tokens > 0
     assert abs(report.speed.speedup / report.speed.efficiency - report.speed.acceptance_length) < 1e-9
 
@@ -81,7 +84,7 @@ def test_json_has_exactly_the_fields_named(report, tmp_path):
     path = report.write_json(tmp_path / "report" / "acceptance.json")
     data = json.loads(path.read_text())
     names = "acceptance_length ci95 per_position per_category speedup steps prompts target commit".split()
-    assert list(data)[:9] == names and set(data) - set(names) == {"draft", "costs"}
+    assert list(data)[:9] == names and set(data) - set(names) == {"draft", "costs", "per_category_ci95"}
     assert data["draft"] == {"mode": "chain", "num_steps": 3}
     assert data["costs"]["break_even"] == report.speed.break_even and data["costs"]["plain_step"] > 0
     assert data["target"] == "tiny" and len(data["commit"]) >= 7
