@@ -113,8 +113,8 @@ def _serve_vllm(args, token: str | None) -> int:
     if args.print:
         print(f"PYTHONPATH={shlex.quote(path)} {shlex.join(command)}")
         return 0
-    _check_python(args.engine_python)
     _check_ports(args)
+    _check_python(args.engine_python)
     environment = engine_environment(Path(args.engine_python)) | {"PYTHONPATH": path}
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         del environment["VLLM_LOGGING_LEVEL"]  # a server says what it does

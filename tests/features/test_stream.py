@@ -1,31 +1,24 @@
-"""Streamed training: the same batches as online, whatever happens to servers, trainer and messages."""
+"""The parts of streaming by themselves: addresses, tokens, messages, mailbox, ports. Servers: test_streamed.py."""
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from modelopt_eagle.cli import serve_features
 from modelopt_eagle.cli.main import run_command
-from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import MissingExtraError, StreamError
-from modelopt_eagle.features import OnlineSource, StreamedSource
+from modelopt_eagle.features import StreamedSource
 from modelopt_eagle.features.stream.client import MailboxClient, StreamTimeout
-from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY, Mailbox
+from modelopt_eagle.features.stream.mailbox import SHARED_MEMORY, Mailbox
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, encode
 from modelopt_eagle.features.stream.target_server import TargetServer
-from modelopt_eagle.features.vllm_engine import engine_layer_ids, free_port
-from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.training import distillation_loss, rollout
+from modelopt_eagle.features.vllm_engine import free_port
 
 AUX = (1, 3, 4)
 
@@ -46,129 +39,6 @@ def serving(target, **options):
 def stream(urls, dataset, target, **options):
     options = {"timeout": 5.0, "patience": 20.0} | options
     return StreamedSource(urls, dataset, target, AUX, **options)
-
-
-def all_batches(source, **options):
-    return list(source.batches(0, batch_size=3, seed=4, **options))
-
-
-def assert_equal_batches(streamed, online):
-    for ours, theirs in zip(streamed, online, strict=True):
-        assert ours.row_ids == theirs.row_ids
-        assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(ours.target_top1, theirs.target_top1)
-        torch.testing.assert_close(ours.aux_hidden, theirs.aux_hidden, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(ours.final_hidden, theirs.final_hidden, rtol=1e-4, atol=1e-4)
-
-
-def losses(batches, target):
-    torch.manual_seed(1)
-    module = EagleModule(DraftConfig.from_target(target.config, aux_layer_ids=AUX))
-    values = []
-    for batch in batches:
-        embedded = target.embedding(batch.input_ids)  # [1,N,Ht]
-        output = rollout(module, embedded, batch.aux_hidden, steps=3, document_ids=batch.document_ids)
-        loss = distillation_loss(
-            output,
-            module,
-            batch.supervised,
-            target_hidden=batch.final_hidden,
-            target_lm_head=target.lm_head_weight,
-        )
-        values.append(loss.loss.item())
-    return values
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_streamed_training_equals_online_training(tiny_target, dataset, transport):
-    online = all_batches(OnlineSource(tiny_target, dataset, AUX))
-    with serving(tiny_target) as server:
-        streamed = all_batches(stream([server.url], dataset, tiny_target, transport=transport))
-    assert_equal_batches(streamed, online)
-    assert losses(streamed, tiny_target) == pytest.approx(losses(online, tiny_target), abs=1e-4)
-    assert not list(SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*"))
-
-
-def start_server(target_dir, port, feature_port):
-    command = [sys.executable, "-m", "modelopt_eagle.cli.main", "serve-features", "--model", str(target_dir)]
-    command += ["--engine", "hf", "--device", "cpu", "--aux-layers", "1,3,4"]
-    command += ["--port", str(port), "--feature-port", str(feature_port)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def test_a_killed_server_and_a_restarted_one_lose_no_row(tiny_target, tiny_target_dir, dataset):
-    ports = [(free_port(), free_port()) for _ in range(2)]
-    servers = [start_server(tiny_target_dir, *pair) for pair in ports]
-    try:
-        for server in servers:
-            assert "serving features" in server.stdout.readline()
-        urls = [f"http://127.0.0.1:{port}" for port, _ in ports]
-        source = stream(urls, dataset, tiny_target, patience=60.0)
-        batches = source.batches(0, batch_size=2, seed=4)
-        got = [next(batches)]
-        servers[0].send_signal(signal.SIGKILL)
-        servers[0].wait()
-        got += list(batches)
-        online = list(OnlineSource(tiny_target, dataset, AUX).batches(0, batch_size=2, seed=4))
-        assert_equal_batches(got, online)
-
-        batches = source.batches(1, batch_size=2, seed=4)  # now none is left for a while
-        got = [next(batches)]
-        servers[1].send_signal(signal.SIGKILL)
-        servers[1].wait()
-        servers.append(start_server(tiny_target_dir, *ports[1]))
-        got += list(batches)
-        assert_equal_batches(got, list(OnlineSource(tiny_target, dataset, AUX).batches(1, batch_size=2, seed=4)))
-    finally:
-        for server in servers:
-            server.kill()
-            server.communicate()
-
-
-def test_a_resumed_trainer_goes_on_at_the_exact_row(tiny_target, dataset):
-    whole = all_batches(OnlineSource(tiny_target, dataset, AUX))
-    with serving(tiny_target) as server:
-        first = stream([server.url], dataset, tiny_target).batches(0, batch_size=3, seed=4)
-        got = [next(first), next(first)]
-        first.close()  # what was prefetched is given up
-        got += all_batches(stream([server.url], dataset, tiny_target), start=2)
-    assert_equal_batches(got, whole)
-
-
-def test_another_model_is_refused_also_after_a_restart(tiny_target, dataset):
-    other = make_tiny_target(seed=1)
-    with serving(other) as server, pytest.raises(StreamError, match="revision: the server has .* this run has"):
-        stream([server.url], dataset, tiny_target)
-    port, feature_port = free_port(), free_port()
-    places = {"address": f"127.0.0.1:{port}", "feature_address": f"127.0.0.1:{feature_port}"}
-    with serving(tiny_target, **places) as server:
-        source = stream([server.url], dataset, tiny_target, prefetch=1, in_flight=1, timeout=1.0)
-    with serving(other, **places), pytest.raises(StreamError, match="does not serve what this run needs"):
-        all_batches(source)
-
-
-def test_other_layers_are_refused(tiny_target, dataset):
-    with serving(tiny_target) as server, pytest.raises(StreamError, match=r"aux_layer_ids: the server has \(1, 3, 4\)"):
-        StreamedSource([server.url], dataset, tiny_target, (1, 2, 5), timeout=5.0)
-
-
-def test_a_slow_server_is_not_run_ahead_of(tiny_target, dataset):
-    with serving(tiny_target) as server:
-        source = stream([server.url], dataset, tiny_target, prefetch=2)
-        before = server._count
-        batches = source.batches(0, batch_size=1, seed=0)
-        next(batches)
-        time.sleep(0.5)
-        assert server._count - before <= 1 + 2 + 1  # taken, waiting, in the making
-        batches.close()
-
-
-def test_a_refusal_stops_with_the_servers_words(tiny_target, dataset):
-    longest = max(dataset.lengths)
-    with serving(tiny_target, max_length=longest - 1) as server:
-        source = stream([server.url], dataset, tiny_target)
-        with pytest.raises(StreamError, match=f"answered 400: this server takes up to {longest - 1} tokens"):
-            all_batches(source)
 
 
 def test_nobody_there_and_bad_addresses(tiny_target, dataset):
@@ -253,6 +123,32 @@ def test_mailbox_is_bounded_waits_and_refuses():
     assert time.monotonic() - began < 5  # said at once, not after the time-out
 
 
+def test_files_in_shared_memory_that_nobody_fetched_are_deleted():
+    box = Mailbox({}, "127.0.0.1:0")
+    try:
+        for key in ("a", "b"):
+            box.put(key, message())
+            request = {"op": "get", "key": key, "transport": "shm"}
+            segment = SHARED_MEMORY / json.loads(raw(box.port, [json.dumps(request).encode()]))["segment"]
+            assert segment.is_file()  # and the trainer is killed
+            if key == "a":
+                os.utime(segment, (0, 0))
+                Mailbox({}, "127.0.0.1:0").close()  # the next server of this host, after a kill of both
+                assert not segment.exists()
+    finally:
+        box.close()
+    assert not segment.exists()
+
+
+def test_a_server_with_another_shared_memory_is_asked_by_tcp(tiny_target, dataset, tmp_path, monkeypatch):
+    """A container whose port is forwarded to loopback."""
+    with serving(tiny_target) as server:
+        monkeypatch.setattr("modelopt_eagle.features.stream.client.SHARED_MEMORY", tmp_path)
+        assert stream([server.url], dataset, tiny_target).load([0]).row_ids == ["talk-0"]
+        with pytest.raises(StreamError, match="if the server runs on another host, use transport tcp"):
+            stream([server.url], dataset, tiny_target, transport="shm")
+
+
 def raw(port, frames):
     import zmq
 
@@ -273,43 +169,6 @@ def test_nixl_that_is_missing_is_named(tiny_target, dataset, monkeypatch):
         key = source._pool._servers[0].completions.run([5, 6, 7]).key
         answer = raw(server._mailbox.port, [json.dumps({"op": "get", "key": key, "transport": "nixl"}).encode()])
         assert "pip install nixl-cu12" in json.loads(answer)["error"]
-
-
-def test_a_server_of_garbage_is_refused(tiny_target, dataset, monkeypatch):
-    with serving(tiny_target) as server:
-        source = stream([server.url], dataset, tiny_target, transport="tcp")
-        reply = server._mailbox._reply
-        monkeypatch.setattr(server._mailbox, "_reply", lambda sender, header, payload=None: reply(sender, [1], payload))
-        with pytest.raises(StreamError, match="malformed message: an object expected, list found"):
-            source.load([0])
-
-
-def test_states_of_other_tokens_are_refused(tiny_target, dataset, monkeypatch):
-    with serving(tiny_target) as server:
-        source = stream([server.url], dataset, tiny_target)
-        put = server._mailbox.put
-
-        def shorter(key, sent):
-            sent.token_ids, sent.states = sent.token_ids[:-1], sent.states[:-1]
-            put(key, sent)
-
-        monkeypatch.setattr(server._mailbox, "put", shorter)
-        with pytest.raises(StreamError, match="tokens were sent to .* came back"):
-            source.load([0])
-
-
-def test_serve_command_for_vllm(tiny_target_dir, capsys):
-    assert engine_layer_ids((1, 14, 26), 30) == [2, 15, 27, 30]
-    code = run_command(
-        "serve_features", ["--model", str(tiny_target_dir), "--print", "--port", "9", "--", "--max-num-seqs", "4"]
-    )
-    command = capsys.readouterr().out
-    assert code == 0 and "serve" in command and command.rstrip().endswith("--max-num-seqs 4")
-    assert '"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 8]' in command
-    assert '"kv_connector_module_path": "modelopt_eagle.features.vllm_connector"' in command
-    options = SimpleNamespace(aux_layers="1,x")
-    with pytest.raises(StreamError, match="takes numbers"):
-        serve_features._layers(options)
 
 
 def test_a_port_that_is_about_to_be_free_is_waited_for(tiny_target):

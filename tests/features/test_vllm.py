@@ -1,35 +1,34 @@
-"""The same rows from transformers and from a real vLLM, dumped and streamed, on the quick-start target.
+"""The offline vLLM engine on the quick-start target: two workers, one killed, dump the same rows as transformers.
 
-Collected where ``.venv-vllm`` exists (``bash scripts/setup_vllm_cpu.sh`` makes it): see conftest.py.
+Collected with ``--engine`` (``bash scripts/test.sh --engine``): see tests/conftest.py.
 """
 
 import json
+import os
+import signal
 import subprocess
-import sys
 import time
-import urllib.request
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from modelopt_eagle.data import prepare_dataset
-from modelopt_eagle.errors import StreamError
 from modelopt_eagle.export.serving import engine_environment
-from modelopt_eagle.features import OfflineSource, OnlineSource, StreamedSource
+from modelopt_eagle.features import OfflineSource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, stop_ids
-from modelopt_eagle.features.vllm_engine import free_port
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.convert import convert_quickstart
+from tests.features.serving import ROOT, SETTINGS
 
-ROOT = Path(__file__).parents[2]
-ENGINE = ROOT / ".venv-vllm" / "bin" / "python"
 QUESTIONS = (
     ("Name three rivers.", "The Nile, the Amazon and the Danube are three rivers."),
     ("What is two plus two? Explain it to a child.", "Two plus two is four: take two apples, take two more, count."),
     ("Write hello world in Python.", "print('hello world')"),
     ("Tell me a long story about a fox.", "Once upon a time a fox lived at the edge of a wood. " * 12),
+    ("And one about a hen.", "A hen lived there too. " * 8),
+    ("Is it true?", "No."),
+    ("Count to ten.", "One, two, three, four, five, six, seven, eight, nine, ten."),
+    ("Which sea is the saltiest?", "The Dead Sea, which is a lake. " * 5),
 )
 LONGEST = 150
 
@@ -56,9 +55,15 @@ def rows(target, talks):
     return prepare_dataset(target.tokenizer, talks, max_length=LONGEST, end_token_ids=ends)
 
 
-def environment():
-    settings = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return engine_environment(ENGINE) | settings | {"HF_HUB_OFFLINE": "1"}
+def worker(python, talks, folder, log, shard):
+    """One dump as the user starts it; a shard file a row, one row at a time."""
+    line = [str(python), str(ROOT / "collect_hidden_states" / "compute_hidden_states_vllm.py")]
+    line += ["--model", "quickstart", "--input-file", str(talks), "--output-dir", str(folder), "--shard", shard]
+    line += ["--dtype", "float32", "--target-dtype", "float32", "--max-length", str(LONGEST)]
+    line += ["--shard-mib", "0.1", "--batch-tokens", "16"]
+    with open(log, "w") as out:
+        environment = engine_environment(python) | SETTINGS
+        return subprocess.Popen(line, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def assert_same(ours, theirs, layers):
@@ -70,55 +75,22 @@ def assert_same(ours, theirs, layers):
         assert (mine - other).norm() / other.norm() < 1e-4
 
 
-def test_dump_equals_transformers_layer_by_layer(target, talks, rows, tmp_path):
-    command = [str(ENGINE), str(ROOT / "collect_hidden_states" / "compute_hidden_states_vllm.py")]
-    command += ["--model", str(convert_quickstart()), "--input-file", str(talks), "--output-dir", str(tmp_path)]
-    command += ["--dtype", "float32", "--target-dtype", "float32", "--max-length", str(LONGEST)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+def test_dumps_equal_transformers_layer_by_layer_also_after_a_kill(engine_python, target, talks, rows, tmp_path):
+    folder, log = tmp_path / "store", tmp_path / "log"
+    first = worker(engine_python, talks, folder, log, "0/2")
+    until = time.monotonic() + 300
+    while not list(folder.glob("features-0-of-2-*.safetensors")):
+        assert first.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+        time.sleep(0.01)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    for shard in ("0/2", "1/2"):
+        assert worker(engine_python, talks, folder, log, shard).wait(300) == 0, log.read_text()[-3000:]
+        assert ("rows of this worker are stored already" in log.read_text()) == (shard == "0/2")
     online = OnlineSource(target, rows)
-    source = OfflineSource(tmp_path, expected=TargetBackEnd(target).contract)
+    source = OfflineSource(folder, expected=TargetBackEnd(target).contract)
     assert source.lengths == online.lengths == rows.lengths
     for number in range(len(rows.rows)):
         ours, theirs = source.load([number]), online.load([number])
         theirs.final_hidden[(ours.final_hidden == 0).all(-1)] = 0  # the store keeps what is needed
         assert_same(ours, theirs, len(online.contract.aux_layer_ids))
-
-
-@contextmanager
-def serving(log):
-    port, feature_port = free_port(), free_port()
-    command = [sys.executable, "-m", "modelopt_eagle.cli.main", "serve-features", "--model", str(convert_quickstart())]
-    command += ["--engine-python", str(ENGINE), "--port", str(port), "--feature-port", str(feature_port)]
-    command += ["--dtype", "float32", "--max-length", str(LONGEST)]
-    with open(log, "w") as file:
-        server = subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
-    try:
-        for _ in range(600):
-            assert server.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def test_streamed_equals_online_and_a_refusal_has_the_servers_words(target, rows, talks, tmp_path):
-    online = OnlineSource(target, rows)
-    layers = online.contract.aux_layer_ids
-    with serving(tmp_path / "log") as url:
-        for transport in ("shm", "tcp"):
-            source = StreamedSource([url], rows, target, layers, transport=transport, timeout=60)
-            batches = source.batches(0, batch_size=2, seed=3), online.batches(0, batch_size=2, seed=3)
-            for ours, theirs in zip(*batches, strict=True):
-                assert_same(ours, theirs, len(layers))
-        whole = prepare_dataset(target.tokenizer, talks)  # one row is longer than the server takes
-        source = StreamedSource([url], whole, target, layers, timeout=60)
-        with pytest.raises(StreamError, match="answered 400: .*maximum context length"):
-            source.load([3])
-        with pytest.raises(StreamError, match="aux_layer_ids: the server has"):
-            StreamedSource([url], rows, target, (1, 2, 3), timeout=60)
