@@ -304,7 +304,7 @@ class Trainer:
         )
         for name, part in by_file.items():
             self.view.say(f"  {part.acceptance_length:.3f} on {len(part.accepted)} answers of {name}")
-        scalars = {f"eval/acceptance_length/{Path(name).name}": w.acceptance_length for name, w in by_file.items()}
+        scalars = {f"eval/acceptance_length/{name.lstrip('/')}": w.acceptance_length for name, w in by_file.items()}
         self.log.write(step, {"eval/acceptance_length": length, **scalars})
         better = self.state.best_value is None or length > self.state.best_value
         if better:
