@@ -1,10 +1,14 @@
 """Speed of reading a feature store: MB/s of training batches against a raw read of the same bytes, in one run.
 
-Writes a store of random rows (no target needed), reads every shard's bytes once to warm the page cache, then measures
+Takes a store that is there (``--store DIR``), or writes one of random rows (no target needed), and measures in turn,
+several times, so that whatever else the machine does meets both:
 
-* raw: ``read`` of all shard files into memory,
+* raw: ``read`` of the bytes of all shard files into one buffer,
 * store: ``OfflineSource.batches`` over one epoch in random order, batches packed and ready, without a consumer,
-* waiting: seconds that a trainer with a given step time waits for a batch, prefetch on.
+* waiting: seconds that a trainer waits for a batch while it computes ``--step`` seconds on each on the same processor.
+
+Every file is read once before, so that both find it in the page cache; with ``--cold`` the system is asked to forget
+the files before each measurement of either (a store larger than the memory does that by itself).
 
 Example: ``python scripts/benchmark/feature_store.py --dtype bfloat16 --hidden 2048 --tokens 200000``
 """
@@ -12,7 +16,9 @@ Example: ``python scripts/benchmark/feature_store.py --dtype bfloat16 --hidden 2
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -23,25 +29,49 @@ from modelopt_eagle.features import FeatureContract, FeatureRow, OfflineSource, 
 from modelopt_eagle.features.store import STORAGE_DTYPES, StoreReader, StoreWriter
 
 
-def write_store(folder: Path, args: argparse.Namespace) -> int:
-    """Rows of random states, a third of the tokens supervised; returns the bytes of all shards."""
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, help="measure this store, in place of one written here")
+    parser.add_argument("--hidden", type=int, default=2048, help="width of a state")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of the store")
+    parser.add_argument("--prefix", type=int, default=0, help="tokens that all rows begin with, stored once a shard")
+    parser.add_argument("--dtype", default="bfloat16", choices=list(STORAGE_DTYPES))
+    parser.add_argument("--batch-size", type=int, default=4, help="rows of a batch")
+    parser.add_argument("--step", type=float, default=0.1, help="seconds that the pretended trainer computes a batch")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements of each; the median counts")
+    parser.add_argument("--cold", action="store_true", help="forget the files before each measurement")
+    parser.add_argument("--folder", help="where to write the store (default: a temporary folder)")
+    return parser
+
+
+def write_store(folder: Path, args: argparse.Namespace) -> float:
+    """Rows of random states, a third of the tokens supervised; returns seconds spent writing."""
     contract = FeatureContract("random", None, (1, 2, 3), True, args.dtype, None, None, args.hidden, 1000)
     count = -(-args.tokens // args.length)
     aux = torch.randn(args.length, 3 * args.hidden)  # [s,A*Ht], the same in every row: only its bytes matter
     final = torch.randn(args.length, args.hidden)  # [s,Ht]
+    prefix = torch.randint(1000, (args.prefix,))
+    begun = time.perf_counter()
     with StoreWriter(folder, contract, dataset_hash="random", dataset_rows=count) as writer:
         for index in range(count):
             supervised = torch.arange(args.length) % 3 == 0
             top1 = torch.where(predicting_positions(supervised), 1, -1)
-            ids = torch.randint(1000, (args.length,))
+            ids = torch.cat([prefix, torch.randint(1000, (args.length - args.prefix,))])
             writer.add(index, FeatureRow(f"{index}", "", ids, supervised, aux, final, top1, torch.zeros(args.length)))
-    return sum(entry.bytes for entry in StoreReader(folder, verify="read").shards)
+    return time.perf_counter() - begun
 
 
-def raw_seconds(folder: Path) -> float:
+def forget(paths: list[Path]) -> None:
+    """Ask the system to drop the files' pages."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def raw_seconds(paths: list[Path], buffer: bytearray) -> float:
     """Seconds to read the bytes of all shards into memory."""
-    paths = sorted(folder.glob("*.safetensors"))
-    buffer = bytearray(max(path.stat().st_size for path in paths))  # one for all, so that no fresh page is timed
     begun = time.perf_counter()
     for path in paths:
         with open(path, "rb", buffering=0) as file:
@@ -50,49 +80,64 @@ def raw_seconds(folder: Path) -> float:
 
 
 def batch_seconds(source: OfflineSource, epoch: int, batch_size: int, step: float) -> tuple[float, int]:
-    """Seconds of one epoch with a consumer that works ``step`` seconds on each batch, and the number of batches."""
+    """Seconds of one epoch with a consumer that computes ``step`` seconds on each batch, and the number of batches."""
+    work = torch.randn(256, 256)
     begun, batches = time.perf_counter(), 0
     for _ in source.batches(epoch, batch_size=batch_size, seed=0):
         batches += 1
-        if step:
-            time.sleep(step)
+        until = time.perf_counter() + step
+        while time.perf_counter() < until:
+            work @ work
     return time.perf_counter() - begun, batches
 
 
+def measure(folder: Path, args: argparse.Namespace) -> list[str]:
+    """Lines of the result."""
+    begun = time.perf_counter()
+    reader = StoreReader(folder, verify="open")
+    checked = time.perf_counter() - begun
+    paths = [folder / entry.file for entry in reader.shards]
+    size = sum(entry.bytes for entry in reader.shards)
+    buffer = bytearray(max(path.stat().st_size for path in paths))  # one for all, so that no fresh page is timed
+    source = OfflineSource(reader)
+    raw, store = [], []
+    for repeat in range(args.repeats + 1):
+        if args.cold:
+            forget(paths)
+        raw.append(raw_seconds(paths, buffer))
+        if args.cold:
+            forget(paths)
+        store.append(batch_seconds(source, repeat, args.batch_size, 0.0)[0])
+    raw, store = raw[1:], store[1:]  # the first round warms up
+    ratio = statistics.median(a / b for a, b in zip(raw, store, strict=True))
+    before = source.wait_seconds
+    _, batches = batch_seconds(source, args.repeats + 1, args.batch_size, args.step)
+    waited = (source.wait_seconds - before) / batches
+    mb = size / 1e6
+    return [
+        f"store       {mb:,.0f} MB, {reader.contract.dtype}, Ht {reader.contract.hidden_size}, "
+        f"{sum(reader.lengths) / len(reader):,.0f} tokens a row",
+        f"open        {mb / checked:,.0f} MB/s (every checksum)",
+        f"raw read    {mb / statistics.median(raw):,.0f} MB/s",
+        f"batches     {mb / statistics.median(store):,.0f} MB/s, {ratio:.0%} of the raw read (median of {len(raw)} "
+        f"ratios, {min(a / b for a, b in zip(raw, store, strict=True)):.0%} to "
+        f"{max(a / b for a, b in zip(raw, store, strict=True)):.0%})",
+        f"waiting     {1000 * waited:.1f} ms a step of {1000 * args.step:.0f} ms (batch of {args.batch_size} rows)",
+    ]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=2048, help="width of a state")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of the store")
-    parser.add_argument("--dtype", default="bfloat16", choices=list(STORAGE_DTYPES))
-    parser.add_argument("--batch-size", type=int, default=4, help="rows of a batch")
-    parser.add_argument("--step", type=float, default=0.1, help="seconds that the pretended trainer works on a batch")
-    parser.add_argument("--folder", help="where to write the store (default: a temporary folder)")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
-        begun = time.perf_counter()
-        size = write_store(folder, args)
-        written = time.perf_counter() - begun
-        begun = time.perf_counter()
-        StoreReader(folder, verify="open")
-        checked = time.perf_counter() - begun
-        source = OfflineSource(folder, verify="read")
-        raw_seconds(folder)
-        batch_seconds(source, 0, args.batch_size, 0.0)  # every shard is checked once at its first read
-        raw = min(raw_seconds(folder) for _ in range(3))
-        store = min(batch_seconds(source, epoch, args.batch_size, 0.0)[0] for epoch in range(1, 4))
-        before = source.wait_seconds
-        _, batches = batch_seconds(source, 4, args.batch_size, args.step)
-        waited = (source.wait_seconds - before) / batches
-    mib = size / 2**20
+    args = build_parser().parse_args()
     print(f"machine     {platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"store       {mib:,.0f} MiB, {args.dtype}, Ht {args.hidden}, rows of {args.length} tokens")
-    print(f"write       {mib / written:,.0f} MiB/s (encoded, hashed, flushed)")
-    print(f"open        {mib / checked:,.0f} MiB/s (every checksum)")
-    print(f"raw read    {mib / raw:,.0f} MiB/s")
-    print(f"batches     {mib / store:,.0f} MiB/s, {raw / store:.0%} of the raw read")
-    print(f"waiting     {1000 * waited:.1f} ms a step of {1000 * args.step:.0f} ms (batch of {args.batch_size} rows)")
+    print(f"page cache  {'dropped before' if args.cold else 'warm in'} every measurement")
+    if args.store is not None:
+        print("\n".join(measure(args.store, args)))
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        written = write_store(Path(name), args)
+        lines = measure(Path(name), args)
+        size = sum(path.stat().st_size for path in Path(name).glob("*.safetensors"))
+        print("\n".join([*lines, f"write       {size / 1e6 / written:,.0f} MB/s (encoded, hashed, flushed)"]))
 
 
 if __name__ == "__main__":
