@@ -48,10 +48,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; it ends when the server does."""
     args = build_parser().parse_args(argv)
+    args.host = args.host.strip("[]")
     _check(args)
     token = os.environ.get(TOKEN_VARIABLE)
-    check_bind(f"{args.host}:{args.port}", token)
+    check_bind(_address(args.host, args.port), token)
     return _serve_vllm(args, token) if args.engine == "vllm" else _serve_target(args, token)
+
+
+def _address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -80,7 +86,7 @@ def vllm_command(args: argparse.Namespace) -> list[str]:
     config = load_config(place, args.revision, "--trust-remote-code" in args.engine_options).get_text_config()
     layers = config.num_hidden_layers
     ids = check_layer_ids(_layers(args) or default_layer_ids(layers), layers)
-    transfer = transfer_config(f"{args.host}:{args.feature_port}", int(args.max_gib * 2**30))
+    transfer = transfer_config(_address(args.host, args.feature_port), int(args.max_gib * 2**30))
     command = [args.engine_python, "-m", "modelopt_eagle.features.vllm_serve", str(place)]
     command += ["--host", args.host, "--port", str(args.port), "--dtype", args.dtype]
     command += ["--max-model-len", str(context_length(config, args.max_length))]
@@ -143,8 +149,8 @@ def _check_python(python: str) -> None:
 
 
 def _check_ports(args) -> None:
-    check_free(f"{args.host}:{args.port}", "--port")
-    check_free(f"{args.host}:{args.feature_port}", "--feature-port")
+    check_free(_address(args.host, args.port), "--port")
+    check_free(_address(args.host, args.feature_port), "--feature-port")
 
 
 def _serve_target(args, token: str | None) -> int:
@@ -164,8 +170,8 @@ def _serve_target(args, token: str | None) -> int:
     server = TargetServer(
         target,
         _layers(args),
-        address=f"{args.host}:{args.port}",
-        feature_address=f"{args.host}:{args.feature_port}",
+        address=_address(args.host, args.port),
+        feature_address=_address(args.host, args.feature_port),
         token=token,
         max_length=args.max_length,
         max_bytes=int(args.max_gib * 2**30),

@@ -35,7 +35,8 @@ def main(options: Sequence[str]) -> int:
         )
         return 2
     _name_package()
-    url = f"http://{options[options.index('--host') + 1]}:{options[options.index('--port') + 1]}"
+    host, port = (options[options.index(name) + 1] for name in ("--host", "--port"))
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     threading.Thread(target=_announce, args=(options[0], url), daemon=True).start()
     dtype = options.index("--dtype") + 1
     if options[dtype] == "auto" and current_platform.is_cpu():
@@ -74,9 +75,10 @@ def _name_package() -> None:
 def _announce(model: str, url: str) -> None:
     """Print a line when the server answers."""
     host = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
         try:
-            urllib.request.urlopen(f"{host}/health", timeout=2).close()
+            opener.open(f"{host}/health", timeout=2).close()
         except OSError:
             time.sleep(0.2)
             continue

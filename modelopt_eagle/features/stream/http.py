@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.client import StreamTimeout
 
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers are near: no proxy knows them
 _RETRIED = (408, 425, 429)  # the server is busy, not of another opinion
 
 
@@ -81,7 +82,7 @@ class CompletionsClient:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+            with _OPENER.open(request, timeout=self._timeout) as response:
                 answer = json.loads(response.read())
         except urllib.error.HTTPError as error:
             words = _words(error)

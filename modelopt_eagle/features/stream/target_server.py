@@ -6,6 +6,7 @@ For small targets, hosts where vLLM is not installed, and tests. One forward at 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -22,6 +23,10 @@ class _Refused(Exception):
     def __init__(self, status: int, words: str):
         super().__init__(words)
         self.status, self.words = status, words
+
+
+class _HttpServer6(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
 
 
 class TargetServer:
@@ -68,7 +73,8 @@ class TargetServer:
         self._count = 0
         host, port = address.rsplit(":", 1)
         try:
-            self._http = ThreadingHTTPServer((host.strip("[]"), int(port)), self._handler())
+            kind = _HttpServer6 if ":" in host else ThreadingHTTPServer
+            self._http = kind((host.strip("[]"), int(port)), self._handler())
         except BaseException:
             self._mailbox.close()
             raise
