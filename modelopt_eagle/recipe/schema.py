@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.outcome import ExportSection, ValidationSection
 from modelopt_eagle.recipe.section import LayerId, Positive, PositiveFloat, Section, Share
+from modelopt_eagle.recipe.shared_context import check_shared
 from modelopt_eagle.recipe.target_lora import TargetLoraSection, check_fits
 
 
@@ -236,6 +237,11 @@ class TrainingSection(Section):
     )
     report_to: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="Where metrics are logged.")
     torch_compile: bool = Field(False, description="Compile the head's forward with torch.compile.")
+    context_parallel: Positive = Field(
+        1,
+        description="Processes that share each batch by positions, for sequences too long for one (docs/training.md); "
+        "the number of processes must be a multiple of it.",
+    )
     dry_run: bool = Field(
         False, description="Do everything up to the first step, and export the untrained head; train nothing."
     )
@@ -375,6 +381,8 @@ class Recipe(Section):
             "model.draft_init_vocab: rebuild is for a head that is continued: give its folder as model.draft_init",
         )
         check_fits(self.target_lora, self.data, self.eagle)
+        if self.training.context_parallel > 1:
+            check_shared(self.training.context_parallel, self.eagle, self.target_lora)
         vocab, topk = self.eagle.draft_vocab_size, self.validation.topk
         need(
             vocab is None or topk is None or topk <= vocab,

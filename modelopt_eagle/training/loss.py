@@ -92,6 +92,7 @@ def distillation_loss(
     labels: Tensor | None = None,
     target_top1: Tensor | None = None,
     target_rows: Tensor | None = None,
+    target_index: Tensor | None = None,
     logit_transform: Callable[[Tensor, Tensor | None], Tensor] | None = None,
     normalizers: Tensor | None = None,
 ) -> LossOutput:
@@ -112,6 +113,8 @@ def distillation_loss(
             vocabulary are dropped.
         target_top1: ``[B, S]`` int64 full-vocabulary argmax where known (saves a product with the whole lm_head).
         target_rows: ``[Vd, Ht]`` lm_head rows of the draft vocabulary, if the caller keeps them.
+        target_index: ``[B·S]`` int64 where each token's state lies in ``target_hidden`` ``[1, t, Ht]``, if that holds
+            only those that the rollout's anchors read.
         logit_transform: what the target does to logits after the product.
         normalizers: ``[K]`` replaces the counted positions of this batch: the count over all micro-batches and ranks.
 
@@ -124,14 +127,15 @@ def distillation_loss(
         raise ValueError(f"convention {convention!r} is unknown; known are {', '.join(CONVENTIONS)}")
     if loss not in ("kl", "lk"):
         raise ValueError(f"loss {loss!r} is unknown; known are kl, lk")
+    whole = target_hidden if target_index is None else None
     _check_shapes(
-        output, module.config.vocab_size, supervised, target_logits, target_hidden, target_lm_head, target_top1, labels
+        output, module.config.vocab_size, supervised, target_logits, whole, target_lm_head, target_top1, labels
     )
     vocab = module.vocab
     to_draft = vocab.to_draft(torch.arange(module.config.vocab_size, device=module.d2t.device))  # [V]
     teacher = _make_teacher(
         vocab.target_ids, target_logits, target_hidden, target_lm_head, target_rows, logit_transform, target_top1,
-        labels,
+        labels, target_index,
     )  # fmt: skip
     counted = counted_masks(
         output.documents, supervised.reshape(-1), output.steps, convention, output.rows,
@@ -208,7 +212,7 @@ def counted_masks(
     return torch.stack(masks)
 
 
-def _make_teacher(target_ids, logits, hidden, lm_head, rows, transform, top1, labels) -> Teacher:
+def _make_teacher(target_ids, logits, hidden, lm_head, rows, transform, top1, labels, index) -> Teacher:
     flat = [None if x is None else x.flatten(0, 1) for x in (logits, hidden, top1, labels)]
     logits, hidden, top1, labels = flat
     if logits is None:
@@ -220,7 +224,7 @@ def _make_teacher(target_ids, logits, hidden, lm_head, rows, transform, top1, la
             rows = lm_head[target_ids]  # [Vd,Ht]
         if top1 is None and lm_head is None:
             raise ValueError("the target's top-1 is needed: pass target_top1, or target_lm_head to compute it")
-    return Teacher(target_ids, logits, hidden, rows, lm_head, transform, top1, labels)
+    return Teacher(target_ids, logits, hidden, rows, lm_head, transform, top1, labels, index)
 
 
 @dataclass(frozen=True)
@@ -298,7 +302,7 @@ class _FusedHeads(torch.autograd.Function):
                         grad_weight.addmm_(grad.T.float(), hidden.float())
             if by_p is not None:
                 back = work.teacher.hidden_gradient(positions, p_all, by_p)  # [c,Ht]
-                grad_learner.index_copy_(0, positions, back.to(grad_learner.dtype))
+                grad_learner.index_copy_(0, work.teacher.places(positions), back.to(grad_learner.dtype))
         total = (sums * work.weights).sum()
         ctx.save_for_backward(grad_weight, grad_learner, *grads)
         ctx.weight_dtype = weight.dtype

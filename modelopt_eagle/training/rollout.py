@@ -9,6 +9,7 @@ Tokens are flattened to one axis of N = B·S; only the anchors that some step co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -149,16 +150,67 @@ def rollout(
     batch, length = _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids, supervised)
     embeddings = token_embeddings.flatten(0, 1)  # [N,H]
     documents = Documents.make(batch, length, document_ids, embeddings.device)
-    rows = _active_anchors(documents, supervised, steps, convention)  # [n]
+    rows = active_anchors(documents, supervised, steps, convention)  # [n]
+    states = run_steps(
+        module, embeddings.__getitem__, aux_hidden.flatten(0, 1), documents, rows, steps, length,
+        mix_hidden_states=mix_hidden_states, generator=generator,
+    )  # fmt: skip
+    return RolloutOutput(module, states, rows, documents, batch, length)
+
+
+class WholeAxis:
+    """Every token's step-0 rows are computed here; the other way is to share them, see ``context.py``.
+
+    Attributes:
+        tokens: ``[m]`` int64 the flat tokens whose rows are computed, ascending: all N.
+    """
+
+    def __init__(self, length: int, device):
+        self.tokens = torch.arange(length, device=device)
+
+    def local(self, rows: Tensor) -> Tensor:
+        """Where flat rows lie among ``tokens``."""
+        return rows
+
+    def gather(self, values: Tensor) -> Tensor:
+        """``[m, ...]`` of ``tokens`` to ``[N, ...]`` of all."""
+        return values
+
+
+def run_steps(
+    module: EagleModule,
+    embed: Callable[[Tensor], Tensor],
+    aux_hidden: Tensor,
+    documents: Documents,
+    rows: Tensor,
+    steps: int,
+    length: int,
+    axis=None,
+    *,
+    mix_hidden_states: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """K tensors ``[n, H]``, after the final norm: the steps from the given anchors.
+
+    Args:
+        embed: flat token indices ``[n]`` to embeddings ``[n, H]``.
+        aux_hidden: ``[m, A·Ht]`` of the tokens of ``axis``.
+        rows: ``[n]`` flat anchors, ascending, among the tokens of ``axis``.
+        length: longest position that can occur, for the rotary tables.
+        axis: which tokens' step-0 rows are computed here; default all, see :class:`WholeAxis`.
+    """
     plan = QueryPlan.make(rows, documents.starts[rows])
     positions = documents.positions  # [N]
-    last = len(embeddings) - 1
-    everyone = torch.arange(len(embeddings), device=embeddings.device)
+    last = len(positions) - 1
+    axis = WholeAxis(len(positions), positions.device) if axis is None else axis
 
-    fused = module.fuse(aux_hidden.flatten(0, 1))  # [N,H]
+    fused = module.fuse(aux_hidden)  # [m,H]
     output, keys, values = _first_step(
-        module, embeddings[(everyone + 1).clamp(max=last)], fused, module.rotary(positions, length), documents, plan
-    )
+        module, embed((axis.tokens + 1).clamp(max=last)), fused, module.rotary(positions[axis.tokens], length),
+        documents, plan, axis,
+    )  # fmt: skip
+    if mix_hidden_states > 0:
+        fused = axis.gather(fused)  # [N,H]
     states = [module.head_input(output)]
     columns: list[tuple[Tensor, Tensor]] = [
         (k.new_empty(len(rows), 0, *k.shape[1:]), v.new_empty(len(rows), 0, *v.shape[1:]))
@@ -169,7 +221,7 @@ def rollout(
         if mix_hidden_states > 0:
             chosen = torch.rand(len(rows), generator=generator, device=state.device) < mix_hidden_states  # [n]
             state = torch.where(chosen[:, None], fused[(rows + step).clamp(max=last)], state)
-        embedding = embeddings[(rows + 1 + step).clamp(max=last)]  # [n,H]
+        embedding = embed((rows + 1 + step).clamp(max=last))  # [n,H]
         cos, sin = module.rotary(positions[rows] + step, length + steps)
         for index, layer in enumerate(module.layers):
             q, k, v, residual = layer.project(embedding if index == 0 else None, state, cos, sin)
@@ -179,21 +231,22 @@ def rollout(
             state = layer.combine(attention.flatten(-2), residual)  # [n,H]
         output = state
         states.append(module.head_input(output))
-    return RolloutOutput(module, states, rows, documents, batch, length)
+    return states
 
 
-def _first_step(module, embeddings, state, tables, documents, plan):
+def _first_step(module, embeddings, state, tables, documents, plan, axis):
     """Step 0: keys and values of every token, outputs of the anchors.
 
     Below the last layer every token needs its output, since the next layer's keys are made of it.
     """
-    everyone = torch.arange(len(embeddings), device=embeddings.device)  # [N]
-    everywhere = QueryPlan.make(everyone, documents.starts) if len(module.layers) > 1 else None
+    everywhere = QueryPlan.make(axis.tokens, documents.starts[axis.tokens]) if len(module.layers) > 1 else None
+    queries = axis.local(plan.rows)  # [n]
     keys, values = [], []
     for index, layer in enumerate(module.layers):
         final = index == len(module.layers) - 1
         embedding = embeddings if index == 0 else None
-        q, k, v, residual = layer.project(embedding, state, *tables, query_rows=plan.rows if final else None)
+        q, k, v, residual = layer.project(embedding, state, *tables, query_rows=queries if final else None)
+        k, v = axis.gather(k), axis.gather(v)  # [N,hkv,d]
         keys.append(k)
         values.append(v)
         own = k.new_empty(len(q), 0, *k.shape[1:]), v.new_empty(len(q), 0, *v.shape[1:])
@@ -202,7 +255,7 @@ def _first_step(module, embeddings, state, tables, documents, plan):
     return state, keys, values
 
 
-def _active_anchors(documents: Documents, supervised: Tensor | None, steps: int, convention: str) -> Tensor:
+def active_anchors(documents: Documents, supervised: Tensor | None, steps: int, convention: str) -> Tensor:
     """``[n]`` flat anchors: those that some step counts, or every anchor whose next token exists."""
     everyone = torch.arange(len(documents.starts), device=documents.starts.device)  # [N]
     if supervised is None:

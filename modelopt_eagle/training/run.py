@@ -20,6 +20,7 @@ from modelopt_eagle.target.adapter import TargetAdapter
 
 from .adapted import AdaptedStep, check_adapters, make_adapter
 from .checkpoint import RECIPE, STATE, CheckpointFolder
+from .context import SharedStep, check_processes, make_group
 from .heads import check_head, continued_head, new_head, rebuild_vocabulary
 from .own_share import own_share, own_share_line
 from .sources import from_store, from_target
@@ -121,6 +122,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     Raises:
         EagleError: whatever is wrong with recipe, target, data or features.
     """
+    check_processes(recipe.training.context_parallel, accelerator.num_processes)
     offline = not runs_target(recipe)
     arguments = recipe.model.load_arguments()
     if offline:
@@ -170,6 +172,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
             head, tables, recipe.eagle, recipe.training.precision, adapter, recipe.target_lora, recipe.training.seed
         )
         header.append(adapter.line())
+    elif recipe.training.context_parallel > 1:
+        step = SharedStep(head, tables, recipe.eagle, recipe.training.precision, make_group(recipe, accelerator))
     else:
         step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
     header += head_lines(head, frozen, adapter)

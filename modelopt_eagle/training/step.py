@@ -16,7 +16,7 @@ from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.features import FeatureBatch
 
 from .loss import CONVENTIONS, LossOutput, Teacher, counted_masks, distillation_loss, normaliser
-from .rollout import Documents, rollout
+from .rollout import Documents, RolloutOutput, rollout
 
 
 @dataclass(frozen=True)
@@ -110,22 +110,12 @@ class TrainingStep(nn.Module):
         steps = eagle.ttt_steps if steps is None else steps
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
-            output = rollout(
-                self.module,
-                self.embed(batch.input_ids),
-                batch.aux_hidden,
-                steps,
-                batch.document_ids,
-                supervised=batch.supervised,
-                convention=eagle.convention,
-                mix_hidden_states=eagle.mix_hidden_states,
-                generator=generator,
-            )
+            output = self.roll(batch, steps, generator)
             result = distillation_loss(
                 output,
                 self.module,
                 batch.supervised,
-                target_hidden=batch.final_hidden,
+                **self.states_of_teachers(batch),
                 target_lm_head=self.tables.lm_head,
                 decay=self.decay,
                 convention=eagle.convention,
@@ -142,8 +132,34 @@ class TrainingStep(nn.Module):
         parts = (result.per_step, result.valid_counts, result.top1_hits, result.asked_counts)
         return LossOutput(result.loss, *(nn.functional.pad(part, missing) for part in parts))  # [K] each
 
+    def roll(self, batch: FeatureBatch, steps: int, generator: torch.Generator | None) -> RolloutOutput:
+        """The rollout of a batch."""
+        return rollout(
+            self.module,
+            self.embed(batch.input_ids),
+            batch.aux_hidden,
+            steps,
+            batch.document_ids,
+            supervised=batch.supervised,
+            convention=self.eagle.convention,
+            mix_hidden_states=self.eagle.mix_hidden_states,
+            generator=generator,
+        )
+
+    def states_of_teachers(self, batch: FeatureBatch) -> dict:
+        """Arguments of the loss that say where the target's final states are."""
+        return {"target_hidden": batch.final_hidden}
+
+    def share(self, batch: FeatureBatch | None) -> FeatureBatch | None:
+        """This process's part of a batch: all of it."""
+        return batch
+
+    def num_tokens(self, batch: FeatureBatch | None) -> int:
+        """Tokens that this process adds to a step."""
+        return 0 if batch is None else batch.num_tokens
+
     def embed(self, input_ids: Tensor) -> Tensor:
-        """``[B, S] -> [B, S, H]`` in the dtype of the head: its own table, or the target's."""
+        """``[...] -> [..., H]`` in the dtype of the head: its own table, or the target's."""
         if self.module.config.own_embedding:
             return self.module.embed(input_ids)
         return nn.functional.embedding(input_ids, self.tables.embedding).to(self.module.lm_head.weight.dtype)
@@ -188,8 +204,14 @@ class TrainingStep(nn.Module):
         """Called once a step, when all gradients are there."""
 
     def count_positions(self, batch: FeatureBatch | None) -> Tensor | None:
-        """``[K]`` int64 positions that the loss will count in a batch, found without running the head."""
-        return None if batch is None else self.counted(batch).sum(1)
+        """``[K]`` int64 positions that the loss will count in a batch, found without running the head.
+
+        ``None`` for a batch in which nobody counts any: no process runs it.
+        """
+        if batch is None:
+            return None
+        counts = self.counted(batch).sum(1)  # [K]
+        return counts if bool(counts.any()) else None
 
     @torch.no_grad()
     def counted(self, batch: FeatureBatch) -> Tensor:

@@ -22,6 +22,7 @@ class Teacher:
             ``(logits, target ids or None)``.
         top1: ``[N]`` int64 full-vocabulary argmax, or ``None``.
         labels: ``[N]`` int64 tokens, for hard labels: the teacher at j is then token ``j + 1``.
+        index: ``[N]`` int64 row of each token in ``hidden``, which then holds some tokens only; ``None``: all.
     """
 
     target_ids: Tensor
@@ -32,6 +33,15 @@ class Teacher:
     transform: Callable[[Tensor, Tensor | None], Tensor] | None = None
     top1: Tensor | None = None
     labels: Tensor | None = None
+    index: Tensor | None = None
+
+    def places(self, positions: Tensor) -> Tensor:
+        """``[c]`` rows of ``hidden``."""
+        return positions if self.index is None else self.index[positions]
+
+    def states(self, positions: Tensor) -> Tensor:
+        """``[c, Ht]`` final hidden states."""
+        return self.hidden[self.places(positions)]
 
     @property
     def learns(self) -> bool:
@@ -45,7 +55,7 @@ class Teacher:
             return torch.nn.functional.one_hot(ids.clamp(min=0), len(self.target_ids)).float()
         if self.logits is not None:
             return self.logits[positions][:, self.target_ids].float().softmax(-1)
-        logits = (self.hidden[positions] @ self.rows.T).float()  # [c,Vd]
+        logits = (self.states(positions) @ self.rows.T).float()  # [c,Vd]
         if self.transform is not None:
             logits = self.transform(logits, self.target_ids)
         return logits.softmax(-1)
@@ -56,7 +66,7 @@ class Teacher:
             return self.top1[positions]
         if self.logits is not None:
             return self.logits[positions].argmax(-1)
-        logits = (self.hidden[positions] @ self.lm_head.T).float()  # [c,V]
+        logits = (self.states(positions) @ self.lm_head.T).float()  # [c,V]
         if self.transform is not None:
             logits = self.transform(logits, None)
         return logits.argmax(-1)
@@ -74,7 +84,7 @@ class Teacher:
         """
         by_logits = by_p.sub_(torch.linalg.vecdot(p, by_p)[:, None]).mul_(p)  # [c,Vd]
         if self.transform is not None:
-            by_logits = through_transform(self.transform, self.hidden[positions], self.rows, self.target_ids, by_logits)
+            by_logits = through_transform(self.transform, self.states(positions), self.rows, self.target_ids, by_logits)
         return by_logits.to(self.rows.dtype) @ self.rows
 
 

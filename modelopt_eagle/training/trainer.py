@@ -104,7 +104,9 @@ class Trainer:
         adapters = () if run.adapter is None else run.adapter.parameters()
         rate = recipe.target_lora.learning_rate
         self.optimizers = build_optimizers(self.step.module, self.settings, adapters, rate)
-        self.windows_per_epoch, total = count_steps(recipe, run.source.lengths, self.world)
+        size = self.settings.context_parallel  # processes that see the same rows
+        self.data_rank, self.data_world = self.rank // size, self.world // size
+        self.windows_per_epoch, total = count_steps(recipe, run.source.lengths, self.data_world)
         budget = self.settings.time_budget_minutes
         self.schedule = Schedule(
             self.settings.lr_scheduler, total, self.settings.warmup_ratio, self.settings.min_lr_ratio,
@@ -179,25 +181,25 @@ class Trainer:
         while step < self.schedule.total_steps:
             epoch, done = divmod(step, per_epoch)
             batches = self.run.source.batches(
-                epoch, batch_size=self.settings.batch_size, seed=self.settings.seed, rank=self.rank,
-                world_size=self.world, start=done * size, shuffle=self.recipe.data.shuffle,
+                epoch, batch_size=self.settings.batch_size, seed=self.settings.seed, rank=self.data_rank,
+                world_size=self.data_world, start=done * size, shuffle=self.recipe.data.shuffle,
             )  # fmt: skip
             with contextlib.closing(batches):
                 for _ in range(min(per_epoch - done, self.schedule.total_steps - step)):
-                    yield step, [self.step.place(b, self.accelerator.device) for b in itertools.islice(batches, size)]
+                    window = map(self.step.share, itertools.islice(batches, size))
+                    yield step, [self.step.place(batch, self.accelerator.device) for batch in window]
                     step += 1
 
     def go_on(self, window: list) -> bool:
         """Agree with all processes on what this step counts, the time, and whether to stop; False to stop."""
         counted = [self.step.count_positions(batch) for batch in window]
-        empty = [count is None or not bool(count.any()) for count in counted]
         self.window_counts = sum(
-            (count for count, nothing in zip(counted, empty, strict=True) if not nothing),
+            (count for count in counted if count is not None),
             torch.zeros(self.step.eagle.ttt_steps, dtype=torch.int64, device=self.accelerator.device),
         )  # [K]
-        tokens = sum(batch.num_tokens for batch in window if batch is not None)
-        for place, nothing in enumerate(empty):
-            if nothing:
+        tokens = sum(map(self.step.num_tokens, window))
+        for place, count in enumerate(counted):
+            if count is None:
                 window[place] = None
         self.state.elapsed = self._before + time.monotonic() - self._since
         agreed = torch.cat((

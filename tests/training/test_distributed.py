@@ -24,8 +24,8 @@ def data(tmp_path_factory):
     return write_conversations(tmp_path_factory.mktemp("data") / "rows.jsonl", 11)
 
 
-def launch(*arguments):
-    """Run the script in two processes; returns what they printed."""
+def launch(*arguments, script=SCRIPT, processes=2):
+    """Run a script in two processes; returns what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,9 +33,9 @@ def launch(*arguments):
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--nproc_per_node=2",
+        f"--nproc_per_node={processes}",
         f"--master_port={port}",
-        str(SCRIPT),
+        str(script),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -1,0 +1,228 @@
+"""Context parallelism: one packed batch shared over the processes of a group, by positions.
+
+What anchor ``i`` needs of others are the step-0 keys and values of earlier tokens, and nothing else: the later steps
+add its own column, its teacher is read at ``i + 1 + k``. So each process fuses the features, runs the layer and takes
+the loss for its own tokens, and the step-0 keys and values alone are gathered, with a gradient that is summed and
+scattered back. Everything of the batch that is as wide as a hidden state is cut; token ids and masks stay whole.
+
+Tokens are dealt in zigzag: of 2n equal pieces process r takes number r and number 2n−1−r, so that each has as many
+early queries, which see few keys, as late ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from modelopt_eagle.errors import FeatureError, RecipeError
+from modelopt_eagle.features import FeatureBatch
+
+from .rollout import Documents, RolloutOutput, active_anchors, run_steps
+from .step import TrainingStep
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The processes that share a batch.
+
+    Attributes:
+        rank, size: place of this process in the group, and processes in it.
+        group: of ``torch.distributed``.
+        number, groups: which group this is, and how many there are: the share of the data.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    number: int
+    groups: int
+
+    @classmethod
+    def make(cls, size: int, rank: int, world_size: int) -> ContextGroup:
+        """Groups of neighbouring ranks; every process calls this."""
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, world_size, size)]
+        number = rank // size
+        return cls(rank % size, size, groups[number], number, len(groups))
+
+
+def check_processes(size: int, world_size: int) -> None:
+    """Refuse processes that cannot be dealt into groups.
+
+    Raises:
+        RecipeError: their number is no multiple of ``training.context_parallel``.
+    """
+    if world_size % size:
+        raise RecipeError(
+            f"training.context_parallel: {size} shares each batch over {size} processes, and there "
+            f"{'is one process' if world_size == 1 else f'are {world_size}'}: start a multiple of {size} with "
+            f"accelerate launch --num_processes {size}, or set training.context_parallel: 1"
+        )
+
+
+def make_group(recipe, accelerator) -> ContextGroup:
+    """The group of this process, as ``training.context_parallel`` says."""
+    return ContextGroup.make(recipe.training.context_parallel, accelerator.process_index, accelerator.num_processes)
+
+
+class SharedAxis:
+    """The tokens of one batch that this process computes, and how those of all come together.
+
+    Args:
+        group: see :class:`ContextGroup`.
+        length: N, flat tokens of the batch.
+        device: of the index tensors.
+
+    Attributes:
+        tokens: ``[m]`` int64 flat tokens of this process, ascending.
+    """
+
+    def __init__(self, group: ContextGroup, length: int, device):
+        self.group, self.length = group, length
+        shares = [zigzag(length, group.size, rank) for rank in range(group.size)]
+        self.width = max(map(len, shares))  # what a process sends, padded
+        self.tokens = shares[group.rank].to(device)
+        self._index = position_of(self.tokens, length)
+        place = torch.empty(length, dtype=torch.int64)
+        for rank, share in enumerate(shares):
+            place[share] = rank * self.width + torch.arange(len(share))
+        self.place = place.to(device)  # [N] where each token lies among the gathered rows
+
+    def local(self, rows: Tensor) -> Tensor:
+        """Where flat rows of this process lie among ``tokens``."""
+        return self._index[rows]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """``[m, ...]`` of ``tokens`` to ``[N, ...]`` of all; its gradient is summed over the group."""
+        return _Gather.apply(values, self)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, axis: SharedAxis) -> Tensor:
+        ctx.axis, ctx.count = axis, len(values)
+        sent = values.new_zeros(axis.width, *values.shape[1:])  # [w,...]
+        sent[: len(values)] = values
+        received = values.new_empty(axis.group.size * axis.width, *values.shape[1:])
+        dist.all_gather_into_tensor(received, sent, group=axis.group.group)
+        return received[axis.place]  # [N,...]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        axis = ctx.axis
+        sent = gradient.new_zeros(axis.group.size * axis.width, *gradient.shape[1:])
+        sent[axis.place] = gradient
+        received = gradient.new_empty(axis.width, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(received, sent, group=axis.group.group)
+        return received[: ctx.count], None
+
+
+def zigzag(length: int, size: int, rank: int) -> Tensor:
+    """``[m]`` int64 ascending: the flat tokens of one process of ``size``."""
+    bounds = [piece * length // (2 * size) for piece in range(2 * size + 1)]
+    pieces = (rank, 2 * size - 1 - rank)
+    return torch.cat([torch.arange(bounds[piece], bounds[piece + 1]) for piece in pieces])
+
+
+def position_of(tokens: Tensor, length: int) -> Tensor:
+    """``[length]`` int64: where each token lies in ``tokens``, -1 if it does not."""
+    index = torch.full((length,), -1, dtype=torch.int64, device=tokens.device)
+    index[tokens] = torch.arange(len(tokens), device=tokens.device)
+    return index
+
+
+@dataclass
+class SharedBatch(FeatureBatch):
+    """A batch of which this process holds the states of its own tokens only.
+
+    ``aux_hidden`` is ``[1, m, A·Ht]`` of ``axis.tokens``, ``final_hidden`` ``[1, t, Ht]`` of ``teachers``; everything
+    else is whole.
+
+    Attributes:
+        axis: the tokens of this process.
+        teachers: ``[t]`` int64 ascending, the flat tokens whose distribution an anchor of this process reads.
+    """
+
+    axis: SharedAxis | None = None
+    teachers: Tensor | None = None
+
+
+class SharedStep(TrainingStep):
+    """The training step of a head whose batches are shared over a group.
+
+    The normalisers are those of the whole step, as everywhere, so that the gradients of the processes add up.
+
+    Args:
+        module, tables, eagle, precision: as for :class:`TrainingStep`.
+        group: the processes that share a batch.
+    """
+
+    def __init__(self, module: nn.Module, tables, eagle, precision: str, group: ContextGroup):
+        super().__init__(module, tables, eagle, precision)
+        self.group = group
+
+    def share(self, batch: FeatureBatch | None) -> SharedBatch | None:
+        """This process's part of a whole batch; the rest of its states is let go."""
+        if batch is None:
+            return None
+        if self.eagle.in_vocab_only and self.eagle.self_logit_distillation and batch.target_top1 is None:
+            raise FeatureError(
+                "training.context_parallel with eagle.in_vocab_only needs features that hold the target's choices "
+                "(target_top1), and these do not: dump them again, or set in_vocab_only: false"
+            )
+        length, device = batch.num_tokens, batch.aux_hidden.device
+        axis = SharedAxis(self.group, length, device)
+        reads = torch.zeros(length + self.eagle.ttt_steps, dtype=torch.bool, device=device)
+        for step in range(self.eagle.ttt_steps):
+            reads[axis.tokens + 1 + step] = True
+        teachers = reads[:length].nonzero().squeeze(1)  # [t]
+        values = {
+            **vars(batch),
+            "aux_hidden": batch.aux_hidden[:, axis.tokens],  # [1,m,A·Ht]
+            "final_hidden": batch.final_hidden[:, teachers],  # [1,t,Ht]
+        }
+        return SharedBatch(**values, axis=axis, teachers=teachers)
+
+    def num_tokens(self, batch: SharedBatch | None) -> int:
+        return 0 if batch is None else len(batch.axis.tokens)
+
+    def place(self, batch: FeatureBatch | None, device) -> FeatureBatch | None:
+        batch = super().place(batch, device)
+        if not isinstance(batch, SharedBatch):
+            return batch  # whole rows of an evaluation
+        return replace(
+            batch, axis=SharedAxis(self.group, batch.num_tokens, device), teachers=batch.teachers.to(device)
+        )
+
+    def count_positions(self, batch: SharedBatch | None) -> Tensor | None:
+        """``[K]`` counted positions of this process; ``None`` if no process of the group has any."""
+        if batch is None:
+            return None
+        masks = self.counted(batch)  # [K,N]
+        return masks[:, batch.axis.tokens].sum(1) if bool(masks.any()) else None
+
+    def roll(self, batch: SharedBatch, steps: int, generator) -> RolloutOutput:
+        supervised, axis = batch.supervised, batch.axis
+        documents = Documents.make(1, batch.num_tokens, batch.document_ids, supervised.device)
+        rows = active_anchors(documents, supervised, steps, self.eagle.convention)  # [n] of the whole batch
+        rows = rows[axis.local(rows) >= 0]
+        ids = batch.input_ids[0]  # [N]
+        states = run_steps(
+            self.module,
+            lambda places: self.embed(ids[places]),
+            batch.aux_hidden[0],
+            documents,
+            rows,
+            steps,
+            batch.num_tokens,
+            axis,
+            mix_hidden_states=self.eagle.mix_hidden_states,
+            generator=generator,
+        )
+        return RolloutOutput(self.module, states, rows, documents, 1, batch.num_tokens)
+
+    def states_of_teachers(self, batch: SharedBatch) -> dict:
+        index = position_of(batch.teachers, batch.num_tokens)  # [N]
+        return {"target_hidden": batch.final_hidden, "target_index": index}

@@ -1,0 +1,112 @@
+"""Entry of the launched processes in ``test_context.py``: each runs its share of some batches and writes what it got.
+
+torchrun ... tests/training/shared_batches.py OUTPUT
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from modelopt_eagle.data import TokenizedRow  # noqa: E402
+from modelopt_eagle.draft import DraftConfig, DraftVocab  # noqa: E402
+from modelopt_eagle.features import OnlineSource  # noqa: E402
+from modelopt_eagle.recipe import load_recipe  # noqa: E402
+from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
+from modelopt_eagle.training.context import ContextGroup, SharedAxis, SharedStep  # noqa: E402
+from modelopt_eagle.training.heads import random_module  # noqa: E402
+from modelopt_eagle.training.step import TeacherTables, TrainingStep  # noqa: E402
+
+CASES = {
+    "one row": ([(96, 20)], (), {}),
+    "packed": ([(40, 9), (7, 2), (3, 1), (61, 50)], ("eagle.ttt_steps=4",), {}),
+    "answer in one piece": ([(120, 113)], (), {}),
+    "two layers": ([(50, 10), (33, 5)], (), {"num_hidden_layers": 2}),
+    "own embedding": ([(64, 16)], (), {"own_embedding": True}),
+    "mla": ([(64, 16)], (), {"decoder_type": "kimik2"}),
+    "labels": ([(64, 16)], ("eagle.self_logit_distillation=false",), {}),
+    "in vocabulary": ([(64, 16)], ("eagle.in_vocab_only=true",), {}),
+    "speculators": ([(64, 16)], ("eagle.convention=speculators",), {}),
+    "three tokens": ([(3, 1)], (), {}),
+    "nothing": ([(30, 30)], (), {}),
+}
+
+
+def row(number: int, length: int, prompt: int) -> TokenizedRow:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(4, 200, (length,), generator=generator).tolist()
+    return TokenizedRow(str(number), "", ids, [place >= prompt for place in range(length)], prompt)
+
+
+def make(name: str, group: ContextGroup | None = None):
+    """The step of a case, whole or shared, and its batch."""
+    shapes, overrides, flags = CASES[name]
+    target = make_tiny_target()
+    eagle = load_recipe(None, overrides).eagle
+    if flags.get("decoder_type") == "kimik2":
+        flags = {**flags, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+                 "v_head_dim": 12}  # fmt: skip
+    config = DraftConfig.from_target(target.config, 96, **flags)
+    module = random_module(config, DraftVocab.from_counts(torch.arange(256).flip(0), 96), seed=0)
+    tables = TeacherTables.make(target.embedding.weight, target.head, module.target_ids)
+    if group is None:
+        step = TrainingStep(module, tables, eagle)
+    else:
+        step = SharedStep(module, tables, eagle, "float32", group)
+    rows = [row(number, *shape) for number, shape in enumerate(shapes)]
+    batch = OnlineSource(target, rows).load(range(len(rows)))
+    return step.train(), step.place(step.share(batch), "cpu")
+
+
+def measure(step, batch, normalizers) -> dict:
+    """Loss, metrics, gradients, and the numbers kept between forward and backward."""
+    kept = 0
+
+    def pack(tensor):
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = step(batch, normalizers)
+    output.loss.backward()
+    return {
+        "loss": output.loss.detach(),
+        "per_step": output.per_step,
+        "counts": output.valid_counts,
+        "hits": output.top1_hits,
+        "gradients": {name: parameter.grad for name, parameter in step.module.named_parameters()},
+        "kept": kept,
+        "features": 0 if batch is None else batch.aux_hidden.numel() + batch.final_hidden.numel(),
+        "training": step.module.training,
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    group = ContextGroup.make(dist.get_world_size(), dist.get_rank(), dist.get_world_size())
+    results = {}
+    for name in CASES:
+        step, batch = make(name, group)
+        counts = step.count_positions(batch)
+        if counts is None:
+            results[name] = None
+            continue
+        tokens = step.num_tokens(batch)
+        total = torch.cat((counts, torch.tensor([tokens])))
+        dist.all_reduce(total)
+        results[name] = measure(step, batch, step.normalisers(total[:-1], int(total[-1])))
+        results[name]["total"] = total
+    axis = SharedAxis(group, 11, "cpu")
+    values = torch.arange(11.0)[axis.tokens, None].expand(-1, 3).clone().requires_grad_()
+    gathered = axis.gather(values)
+    (gathered * torch.arange(1.0, 12.0)[:, None] * (group.rank + 1)).sum().backward()
+    results["gathered"] = (axis.tokens, gathered.detach(), values.grad)
+    torch.save(results, Path(sys.argv[1]) / f"rank-{group.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
