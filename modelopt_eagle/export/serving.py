@@ -135,13 +135,14 @@ def encode_prompts(
     Raises:
         ExportError: none fits.
     """
+    from modelopt_eagle.data import Message, render_text
     from modelopt_eagle.data.prompts import load_prompts
 
     names, encoded, left_out = [], [], []
     for prompt in load_prompts(source, limit):
-        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages.append({"role": "user", "content": prompt.turns[0]})
-        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages = [Message("system", prompt.system)] if prompt.system else []
+        messages.append(Message("user", prompt.turns[0]))
+        text = render_text(target.tokenizer, messages, add_generation_prompt=True)
         ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
         if len(ids) <= longest:
             names.append(prompt.id)

@@ -15,6 +15,7 @@ from modelopt_eagle.features.compute import compute_features, compute_rows
 from modelopt_eagle.features.dump import EngineBackEnd, TargetBackEnd, dump
 from modelopt_eagle.features.store import dataset_hash
 from modelopt_eagle.target import load_target
+from modelopt_eagle.target.adapter import TargetAdapter
 from modelopt_eagle.target.tiny import make_byte_tokenizer
 from tests.vision.conftest import pictured, text
 from tests.vision.tiny_vision import LISTS_ONLY, TAGGED, draw, make_step, make_tokenizer
@@ -322,3 +323,16 @@ def test_transparent_pictures_stand_on_white_and_turned_ones_are_set_upright(tmp
     (one, two), _ = read_pictures((str(tmp_path / "clear.png"), str(tmp_path / "turned.jpg")))
     assert one.getpixel((0, 0)) == (255, 255, 255) and one.mode == "RGB"
     assert two.size == (2, 4)
+
+
+def test_a_gradient_reaches_adapters_of_the_target_through_rows_with_images(folders, mixed):
+    target = load_target(folders["qwen3_vl"])
+    rows = read(target, mixed).rows[:1]
+    plain = compute_features(target, rows, AUX)[0]
+    adapter = TargetAdapter(target, rank=2, alpha=4, target_modules=["q_proj", "v_proj"], first_layer=0)
+    made = compute_features(target, rows, AUX, gradient=True)[0]
+    torch.testing.assert_close(made.aux_hidden, plain.aux_hidden)
+    (made.aux_hidden.square().mean() + made.final_hidden.square().mean()).backward()
+    late = [p for name, p in adapter.named.items() if "layers.7." in name and "lora_B" in name]
+    assert late and all(p.grad.abs().sum() > 0 for p in late)
+    assert all(p.grad is None for p in target.model.model.visual.parameters())
