@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,24 +17,50 @@ class DraftCache:
     hold this round's nodes and are overwritten in the next round, so no key made from the head's own guesses stays.
 
     Args:
-        module: the head.
-        batch: rows.
-        capacity: slots a row.
+        keys, values: a tensor ``[B, kv_heads, capacity, d]`` a layer of the head.
     """
 
-    def __init__(self, module: EagleModule, batch: int, capacity: int):
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]):
+        self.keys, self.values = list(keys), list(values)
+
+    @classmethod
+    def allocate(cls, module: EagleModule, batch: int, capacity: int) -> DraftCache:
+        """Zeros for ``batch`` rows of ``capacity`` slots, as the head's layers need them."""
+        parts = [layer.self_attn for layer in module.layers]
         weight = module.fc.weight
-        self.capacity = capacity
-        self.keys, self.values = [], []
-        for layer in module.layers:
-            part = layer.self_attn
-            self.keys.append(weight.new_zeros(batch, part.kv_heads, capacity, part.key_dim))
-            self.values.append(weight.new_zeros(batch, part.kv_heads, capacity, part.value_dim))
+        return cls(
+            [weight.new_zeros(batch, part.kv_heads, capacity, part.key_dim) for part in parts],
+            [weight.new_zeros(batch, part.kv_heads, capacity, part.value_dim) for part in parts],
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Keys of all layers, then values."""
+        return [*self.keys, *self.values]
+
+    @classmethod
+    def over(cls, tensors: Sequence[Tensor]) -> DraftCache:
+        """A cache whose memory is ``tensors``, in the order of :meth:`tensors`."""
+        half = len(tensors) // 2
+        return cls(tensors[:half], tensors[half:])
+
+    def first_rows(self, count: int) -> DraftCache:
+        """The first ``count`` rows, in the same memory."""
+        return DraftCache([k[:count] for k in self.keys], [v[:count] for v in self.values])
 
     def keep(self, rows: Tensor) -> None:
         """Keep the rows ``[b]`` int64."""
         self.keys = [k[rows] for k in self.keys]
         self.values = [v[rows] for v in self.values]
+
+    def compact(self, rows: Tensor) -> None:
+        """Move the rows ``[b]`` int64 to the front; the memory stays where it is."""
+        for tensor in self.tensors():
+            tensor[: len(rows)] = tensor[rows]
+
+    def clear(self) -> None:
+        """Zeros everywhere: a masked number of an earlier use is harmless, a masked NaN would spread."""
+        for tensor in self.tensors():
+            tensor.zero_()
 
     def write(self, layer: int, k: Tensor, v: Tensor, start: int | None, slots: Tensor | None) -> None:
         """Put ``k, v [B, n, heads, d]`` at slot ``start`` of every row, or at ``slots [B, n]``."""

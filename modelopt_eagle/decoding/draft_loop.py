@@ -7,6 +7,7 @@ the prefix, their own ancestors' keys and themselves (EAGLE-2, arXiv 2406.16858,
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +18,7 @@ from modelopt_eagle.draft import EagleModule
 from .draft_cache import DraftCache
 from .options import DraftPlan
 from .stable_topk import stable_topk
-
-
-@dataclass(frozen=True)
-class TreeHistory:
-    """Every candidate that a tree expansion scored, in flat order (``trees.md``); what ``build_tree`` takes.
-
-    ``scores [B, H]`` float32 cumulative log-probabilities, ``tokens [B, H]`` int64 target ids,
-    ``parent_list [B, max(1, T(D-1)+1)]`` int64.
-    """
-
-    scores: Tensor
-    tokens: Tensor
-    parent_list: Tensor
+from .trees import RoundTree, TreeHistory, build_round_tree
 
 
 class DraftLoop:
@@ -57,7 +46,7 @@ class DraftLoop:
         self.module, self.embedding, self.plan = module, embedding, plan
         self.capacity = capacity
         self.room = capacity + max(1, plan.depth - 1) * (plan.topk or 1)
-        self.cache = DraftCache(module, batch, self.room)
+        self.cache = DraftCache.allocate(module, batch, self.room)
         self.fixed_shapes = fixed_shapes
         self.target_ids = module.vocab.d2t + torch.arange(len(module.d2t), device=module.d2t.device)  # [Vd]
         self._positions = capacity + plan.depth + 1  # above every rotary position
@@ -65,6 +54,12 @@ class DraftLoop:
     def keep(self, rows: Tensor) -> None:
         """Keep the rows ``[b]`` int64."""
         self.cache.keep(rows)
+
+    def over(self, cache: DraftCache) -> DraftLoop:
+        """The same loop on another cache."""
+        loop = copy.copy(self)
+        loop.cache = cache
+        return loop
 
     def advance(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> Tensor:
         """The first step: commit the newly accepted anchors and return the output of the last of each row.
@@ -135,7 +130,10 @@ class DraftLoop:
         Returns:
             ``[B, K]`` int64 target ids.
         """
-        where = self._where(lengths, output.device)
+        return self.chain_from(output, self._where(lengths, output.device))
+
+    def chain_from(self, output: Tensor, where: Where) -> Tensor:
+        """The chain proper, ``[B, K]``."""
         drafted = []
         for step in range(self.plan.depth):
             if step > 0:
@@ -148,6 +146,10 @@ class DraftLoop:
     def tree(self, output: Tensor, lengths: list[int]) -> TreeHistory:
         """Expand a tree of branching T and depth D; arguments as for :meth:`chain`."""
         return self.expand(output, self._where(lengths, output.device))
+
+    def round_tree(self, output: Tensor, lengths: list[int], roots: Tensor) -> RoundTree:
+        """The tree of a round below the roots ``[B]``, the last emitted tokens."""
+        return build_round_tree(self.tree(output, lengths), self.plan, roots)
 
     def expand(self, output: Tensor, where: Where) -> TreeHistory:
         """The expansion proper: T candidates below the root, then the best T of each layer by T.
@@ -175,8 +177,7 @@ class DraftLoop:
             tokens.append(token)
             if layer == depth - 1:
                 break
-            best, order = value.sort(dim=1, descending=True, stable=True)  # ties by flat id
-            best, order = best[:, :topk], order[:, :topk]  # [B,T]
+            best, order = stable_topk(value, topk)  # [B,T] ties by flat id
             node, origin = token.gather(1, order), order // topk  # [B,T] token, and survivor it grew from
             flat = topk + topk * topk * (layer - 1) + order
             carried = self.module.next_state(output)  # [B,T,H]

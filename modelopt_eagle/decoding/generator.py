@@ -18,8 +18,10 @@ from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
 from .compatibility import check_lengths, check_pair
+from .draft_graphs import DraftGraphs
 from .options import DraftPlan
 from .output import GenerationOutput, Timings, prefix_counts
+from .recorder import choose_recorder
 from .requests import Request, StopRule, StreamCallback, end_token_ids, make_requests
 from .rounds import DraftedRounds, PlainRounds, Rounds
 from .target_runner import cache_argument
@@ -36,6 +38,8 @@ class PseudoSpeculativeGenerator:
         topk, depth, num_nodes: T, D and N (root included) of a tree; N defaults to ``1 + T·D``.
         max_batch: most requests of one call; ``None``: any number.
         cache_length: slots of the KV cache a request; ``None``: as many as the call needs.
+        cuda_graph: whether the draft loop's later steps are replayed from a CUDA graph: ``"auto"`` (on CUDA), ``True``
+            (an error elsewhere) or ``False``. Its memory is kept for the next call.
 
     Raises:
         DecodingError: options that do not fit together, a draft of another target, a target without a KV cache.
@@ -53,6 +57,7 @@ class PseudoSpeculativeGenerator:
         num_nodes: int | None = None,
         max_batch: int | None = None,
         cache_length: int | None = None,
+        cuda_graph: str | bool = "auto",
     ):
         if not isinstance(target, Target):
             raise DecodingError(
@@ -70,6 +75,8 @@ class PseudoSpeculativeGenerator:
         else:
             check_pair(target, draft, self.plan)
         self.max_batch, self.cache_length = max_batch, cache_length
+        self._recorder = choose_recorder(cuda_graph, target.device)
+        self._graphs: DraftGraphs | None = None
 
     @torch.inference_mode()
     def generate(
@@ -118,14 +125,16 @@ class PseudoSpeculativeGenerator:
         rule = StopRule(end_token_ids(self.target, eos_token_id), stop_strings, self.target.tokenizer)
         capacity = check_lengths(self.target, requests, self.plan, self.cache_length)
         timings = Timings()
+        graphs = self._take_graphs()
         with ExitStack() as stack:
-            rounds = stack.enter_context(self._rounds(len(requests), capacity, timings))
+            rounds = stack.enter_context(self._rounds(len(requests), capacity, timings, graphs))
             run = _Run(requests, rule, on_tokens)
             run.emit(requests, *rounds.prefill(requests))
             rounds.keep(run.drop_finished())
             while run.active:
                 run.emit(run.active, *rounds.step(run.active))
                 rounds.keep(run.drop_finished())
+        self._graphs = graphs
         timings.other = time.perf_counter() - started - timings.prefill - timings.draft - timings.verify
         accepted = [request.accepted for request in requests]
         return GenerationOutput(
@@ -136,10 +145,17 @@ class PseudoSpeculativeGenerator:
             timings=timings,
         )
 
-    def _rounds(self, batch: int, capacity: int, timings: Timings) -> Rounds:
+    def _take_graphs(self) -> DraftGraphs | None:
+        """The graphs of the call before, or new ones if it failed or still runs in another thread."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is None and self._recorder is not None and self.plan.depth:
+            graphs = DraftGraphs(self.draft, self.target.embedding, self.plan, self._recorder)
+        return graphs
+
+    def _rounds(self, batch: int, capacity: int, timings: Timings, graphs: DraftGraphs | None) -> Rounds:
         if self.plan.depth == 0:
             return PlainRounds(self.target, capacity, timings)
-        return DraftedRounds(self.target, self.draft, self.plan, batch, capacity, timings)
+        return DraftedRounds(self.target, self.draft, self.plan, batch, capacity, timings, graphs)
 
 
 class PlainGenerator(PseudoSpeculativeGenerator):

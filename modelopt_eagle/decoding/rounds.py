@@ -12,6 +12,7 @@ from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.target.model import Target
 
 from .accept import Choice, choose_chain, choose_tree, first_tokens
+from .draft_graphs import DraftGraphs
 from .draft_loop import DraftLoop
 from .masks import causal
 from .options import DraftPlan
@@ -19,7 +20,6 @@ from .output import Timings
 from .relocate import relocate_rows
 from .requests import Request
 from .target_runner import TargetRunner
-from .trees import build_round_tree
 
 
 class Rounds:
@@ -116,10 +116,14 @@ class DraftedRounds(Rounds):
         batch: int,
         capacity: int,
         timings: Timings,
+        graphs: DraftGraphs | None = None,
     ):
         super().__init__(target, draft.config.aux_layer_ids, capacity, timings, plan.num_nodes)
         self.draft, self.plan = draft, plan
-        self.loop = DraftLoop(draft, target.embedding, plan, batch, capacity)
+        if graphs is None:
+            self.loop = DraftLoop(draft, target.embedding, plan, batch, capacity)
+        else:
+            self.loop = graphs.loop(batch, capacity)
         self.sees, self.depths = causal(plan.num_nodes, target.device)  # of a chain
 
     def __enter__(self):
@@ -166,7 +170,7 @@ class DraftedRounds(Rounds):
 
     def _tree_round(self, output: Tensor, requests: list[Request]) -> Choice:
         begun = time.perf_counter()
-        drafted = build_round_tree(self.loop.tree(output, self.lengths), self.plan, self.last)
+        drafted = self.loop.round_tree(output, self.lengths, self.last)
         self._count_draft(begun)
         tokens, depths = drafted.tree.tokens.long(), drafted.tree.depths.long()  # [B,N]
         logits, features = self.runner.verify(tokens, self.lengths, drafted.sees, depths)

@@ -9,8 +9,20 @@ from torch import Tensor
 
 from modelopt_eagle.kernels import DraftTree, build_tree, unpack_mask
 
-from .draft_loop import TreeHistory
 from .options import DraftPlan
+
+
+@dataclass(frozen=True)
+class TreeHistory:
+    """Every candidate that a tree expansion scored, in flat order (``trees.md``); what ``build_tree`` takes.
+
+    ``scores [B, H]`` float32 cumulative log-probabilities, ``tokens [B, H]`` int64 target ids,
+    ``parent_list [B, max(1, T(D-1)+1)]`` int64.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    parent_list: Tensor
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,11 @@ class Rotary(nn.Module):
         self.frequencies, self.factor = inverse_frequencies(config)
         self._cos = self._sin = torch.empty(0, config.rotary_dim // 2)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The tables in use, ``[L, d/2]`` each; a longer bound makes new ones."""
+        return self._cos, self._sin
+
     def forward(self, position_ids: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Look positions up.
 

@@ -1,0 +1,249 @@
+"""The draft loop replayed from a recording drafts what the loop itself drafts: nothing in it was a Python number."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from heads import make_head
+from tracing import TracingRecorder
+
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, draft_graphs
+from modelopt_eagle.decoding.draft_cache import DraftCache
+from modelopt_eagle.decoding.draft_graphs import DraftGraphs
+from modelopt_eagle.decoding.draft_loop import DraftLoop, Where
+from modelopt_eagle.decoding.options import DraftPlan
+from modelopt_eagle.decoding.recorder import CudaGraphRecorder, choose_recorder
+from modelopt_eagle.errors import DecodingError
+
+MODES = [
+    dict(num_steps=4),
+    dict(num_steps=1),
+    dict(mode="tree", topk=3, depth=3, num_nodes=10),
+    dict(mode="tree", topk=2, depth=4, num_nodes=11),
+    dict(mode="tree", topk=5, depth=1),
+]
+
+
+def pair(target, head, **options):
+    """The same generator call by call, and with recordings."""
+    plain, recorded = (PseudoSpeculativeGenerator(target, head, **options) for _ in range(2))
+    recorded._recorder = TracingRecorder()
+    return plain, recorded
+
+
+def same(one, other):
+    assert one.tokens == other.tokens
+    assert one.accepted_lengths == other.accepted_lengths
+    assert one.finish_reasons == other.finish_reasons
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_replayed_drafts_are_the_loops_own(target, good_head, prompts, greedy, options):
+    """Ragged prompts, rows that stop at different times, and several calls of one generator."""
+    plain, recorded = pair(target, good_head, **options)
+    limits = [48, 7, 30, 12, 48, 21]
+    first = recorded.generate(prompts, limits)
+    same(first, plain.generate(prompts, limits))
+    assert first.tokens == [answer[:limit] for answer, limit in zip(greedy, limits, strict=True)]
+    recorder = recorded._recorder
+    assert recorder.recorded[0] == 8 and 1 < len(recorder.recorded) < recorder.replays
+    for some in (prompts[2:5], prompts[::-1], prompts[1:2]):
+        same(recorded.generate(some, 24), plain.generate(some, 24))
+    assert sorted(recorder.recorded) == [1, 2, 4, 8]  # nothing is recorded twice
+
+
+@pytest.mark.parametrize("options", [MODES[0], MODES[2]], ids=str)
+def test_sampling_draws_the_same(target, good_head, prompts, options):
+    plain, recorded = pair(target, good_head, **options)
+    wishes = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 0.9], top_p=0.9, seed=3)
+    same(recorded.generate(prompts, 20, **wishes), plain.generate(prompts, 20, **wishes))
+
+
+HEADS = {
+    "two layers": {"num_hidden_layers": 2},
+    "norm_output": {"norm_output": True, "norm_before_residual": True},
+    "latent attention": {
+        "decoder_type": "kimik2",
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+    "reduced vocabulary": {"draft_vocab_size": 64},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("plan", [DraftPlan.chain(4), DraftPlan.tree(3, 4, 12)], ids=["chain", "tree"])
+def test_every_field_of_every_round(target, kind, plan):
+    """Rounds of random features: drafted tokens, links, masks and keys are those of the loop with fixed shapes."""
+    head, recorder = make_head(target, seed=3, **HEADS[kind]), TracingRecorder()
+    graphs = DraftGraphs(head, target.embedding, plan, recorder)
+    replayed, eager = graphs.loop(3, 60), DraftLoop(head, target.embedding, plan, 3, 256, fixed_shapes=True)
+    starts = [0, 0, 0]
+    width = head.config.fc_input_size
+    for turn, counts in enumerate([[7, 2, 4], [1, 3, 2], [4, 1, 1], [2, 2], [1, 5], [3]]):
+        if len(counts) < len(starts):  # the first row has finished
+            rows = torch.arange(1, len(starts))
+            replayed.keep(rows)
+            eager.keep(rows)
+            starts = starts[1:]
+        torch.manual_seed(turn)
+        batch, most = len(counts), max(counts)
+        tokens, features = torch.randint(256, (batch, most)), torch.randn(batch, most, width)
+        outputs = [loop.advance(tokens, features, starts, counts) for loop in (replayed, eager)]
+        assert torch.equal(*outputs)
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+        roots = torch.randint(256, (batch,))
+        if plan.is_tree:
+            drafts = [loop.round_tree(outputs[0], starts, roots) for loop in (replayed, eager)]
+            assert torch.equal(drafts[0].sees, drafts[1].sees) and drafts[0].tree.max_depth == plan.depth
+            for name in draft_graphs.FIELDS:
+                assert torch.equal(*(getattr(draft.tree, name) for draft in drafts)), name
+        else:
+            assert torch.equal(*(loop.chain(outputs[0], starts) for loop in (replayed, eager)))
+        for mine, theirs in zip(graphs.cache.tensors(), eager.cache.tensors(), strict=True):
+            for row, start in enumerate(starts):
+                torch.testing.assert_close(mine[row, :, :start], theirs[row, :, :start], atol=0, rtol=0)
+    assert recorder.recorded == [4, 2, 1] and recorder.replays == 6
+
+
+def test_a_trace_tells_a_python_number(target, good_head, prompts, monkeypatch):
+    """The control: with one length read as a number the region cannot be traced, with one baked in it drafts wrong."""
+
+    def reads_back(self, output, lengths, roots, *cache):
+        where = Where(None, lengths, int(lengths.max()))
+        return (self.base.over(DraftCache.over(cache)).chain_from(output, where),)
+
+    def bakes_in(self, output, lengths, roots, *cache):
+        where = Where(None, torch.full_like(lengths, baked.setdefault("length", len(prompts[1]))), 0)
+        return (self.base.over(DraftCache.over(cache)).chain_from(output, where),)
+
+    baked = {}
+    plain, recorded = pair(target, good_head, num_steps=3)
+    monkeypatch.setattr(DraftGraphs, "region", reads_back)
+    with pytest.raises(RuntimeError, match="reads a value back"):
+        recorded.generate(prompts[1:2], 24)
+    monkeypatch.setattr(DraftGraphs, "region", bakes_in)
+    wrong, right = recorded.generate(prompts[1:2], 24), plain.generate(prompts[1:2], 24)
+    assert wrong.tokens == right.tokens and wrong.acceptance_length < right.acceptance_length
+
+
+def test_an_exception_leaves_nothing_behind(target, good_head, prompts, monkeypatch):
+    plain, recorded = pair(target, good_head, num_steps=3)
+    before = recorded.generate(prompts, 20)
+    target.model.train()
+    good_head.train()
+
+    def interrupt(index, tokens, reason):
+        if len(tokens) > 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recorded.generate(prompts, 20, on_tokens=interrupt)
+    assert target.model.training and good_head.training
+    target.model.eval()
+    good_head.eval()
+    same(recorded.generate(prompts, 20), before)
+    same(plain.generate(prompts, 20), before)
+
+
+def test_longer_calls_larger_batches_and_moved_weights_record_anew(target, prompts):
+    head = make_head(target, seed=2)
+    plain, recorded = pair(target, head, num_steps=2)
+    recorder = recorded._recorder
+    recorded.generate(prompts[:1], 12)
+    recorded.generate(prompts[1:2], 12)
+    assert recorder.recorded == [1]
+    recorded.generate(prompts[:2], 12)
+    assert recorder.recorded == [1, 2]
+    recorded.generate([prompts[0] * 70, prompts[1]], 12)  # 280 tokens: above the least capacity
+    assert recorder.recorded == [1, 2, 2]
+    same(recorded.generate(prompts[:2], 12), plain.generate(prompts[:2], 12))
+    assert recorder.recorded == [1, 2, 2]
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.neg_()  # in place: the recording reads the new numbers
+    same(recorded.generate(prompts[:2], 12), plain.generate(prompts[:2], 12))
+    assert recorder.recorded == [1, 2, 2]
+    for weight in head.parameters():
+        weight.data = -weight.data  # elsewhere
+    same(recorded.generate(prompts[:2], 12), plain.generate(prompts[:2], 12))
+    assert recorder.recorded == [1, 2, 2, 2]
+
+
+def test_a_call_inside_a_call_has_memory_of_its_own(target, good_head, prompts):
+    plain, recorded = pair(target, good_head, num_steps=3)
+    inner = []
+
+    def call(index, tokens, reason):
+        if not inner:
+            inner.append(recorded.generate(prompts[3:], 10))
+
+    outer = recorded.generate(prompts[:3], 20, on_tokens=call)
+    same(outer, plain.generate(prompts[:3], 20))
+    same(inner[0], plain.generate(prompts[3:], 10))
+
+
+def test_switch(target, good_head):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_recorder("auto", cpu) is None and choose_recorder(False, cuda) is None
+    for switch, fall_back in (("auto", True), (True, False)):
+        recorder = choose_recorder(switch, cuda)
+        assert isinstance(recorder, CudaGraphRecorder) and recorder.fall_back is fall_back
+    with pytest.raises(DecodingError, match="CUDA device, found cpu"):
+        PseudoSpeculativeGenerator(target, good_head, cuda_graph=True)
+    with pytest.raises(DecodingError, match='"auto", True or False'):
+        PseudoSpeculativeGenerator(target, good_head, cuda_graph="on")
+    assert PlainGenerator(target)._recorder is None
+
+
+class FakeCuda:
+    """The parts of ``torch.cuda`` that a capture touches; ``fails`` is the error of the capture."""
+
+    def __init__(self, monkeypatch, fails=None):
+        self.events, self.fails = [], fails
+        stream = SimpleNamespace(wait_stream=lambda other: self.events.append("wait"))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+
+    @contextmanager
+    def capture(self, graph, pool, capture_error_mode):
+        self.events.append(("capture", pool))
+        yield
+        if self.fails is not None:
+            raise self.fails
+
+    def pool(self):
+        return "the pool"
+
+    def replay(self):
+        self.events.append("replay")
+
+
+def test_capture_warms_up_on_a_side_stream_and_shares_a_pool(monkeypatch):
+    cuda, runs = FakeCuda(monkeypatch), []
+    recorder = CudaGraphRecorder()
+    replay = recorder.record(lambda x: runs.append(x) or (x + 1,), [torch.ones(2)])
+    assert cuda.events == ["wait", "wait", ("capture", None)] and len(runs) == 4
+    assert replay()[0] is replay()[0] and cuda.events[3:] == ["replay", "replay"] and len(runs) == 4
+    recorder.record(lambda x: (x,), [torch.ones(2)])
+    assert cuda.events[-1] == ("capture", "the pool")
+
+
+def test_a_failed_capture_is_an_error_that_names_the_switch_or_a_warning(monkeypatch):
+    FakeCuda(monkeypatch, RuntimeError("operation not permitted when stream is capturing\nmore"))
+    with pytest.raises(DecodingError, match="not permitted when stream is capturing.*cuda_graph=False"):
+        CudaGraphRecorder().record(lambda x: (x + 1,), [torch.ones(2)])
+    place = torch.ones(2)
+    with pytest.warns(UserWarning, match="without a CUDA graph.*capturing$"):
+        replay = CudaGraphRecorder(fall_back=True).record(lambda x: (x + 1,), [place])
+    place.fill_(5)
+    assert replay()[0].tolist() == [6, 6]
