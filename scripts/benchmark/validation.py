@@ -2,8 +2,8 @@
 
     python scripts/benchmark/validation.py --model_path export --modelopt_python PYTHON
 
-One target, one head, the same prompts of ``--context`` tokens each (chat prompts continued by the target's own text) and
-the same answers in one run. ``PYTHON`` belongs to an environment in which nvidia-modelopt can run its EAGLE code:
+One target, one head, the same prompts of ``--context`` tokens each (the end of a chat of several turns) and the same
+answers in one run, which are the target's own and end where it ends them. ``PYTHON`` belongs to an environment in which nvidia-modelopt can run its EAGLE code:
 
     python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 "transformers==5.12.*" nvidia-modelopt==0.47.0 accelerate requests
 
@@ -65,23 +65,26 @@ def main() -> None:
     import torch
     import transformers
 
+    from modelopt_eagle.decoding import PlainGenerator
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
     from modelopt_eagle.validation.report import format_table, package_commit
 
     target = load_target(arguments.target)
     head = load_draft(arguments.model_path, dtype=target.dtype).to(target.device).eval()
-    texts = long_texts(target, arguments.num_prompts, arguments.context, arguments.max_new_tokens)
+    prompts = long_prompts(target, arguments.num_prompts, arguments.context)
+    answers = PlainGenerator(target).generate(prompts, arguments.max_new_tokens).tokens
     rows = []
     if arguments.modelopt_python is not None:
-        rows += modelopt_rows(target, texts[: arguments.modelopt_prompts], arguments)
+        rows += modelopt_rows(prompts[: arguments.modelopt_prompts], arguments)
     for size in arguments.batch_sizes:
-        rows.append(generated(target, head, texts, arguments, size))
-    rows.append(walked(target, head, texts, arguments, 1))
-    rows.append(walked(target, head, texts, arguments, 8))
-    check(rows, [text[arguments.context :] for text in texts])
+        rows.append(generated(target, head, prompts, arguments, size))
+    for size in (1, 8):
+        rows.append(walked(target, head, prompts, answers, arguments.steps, size))
+    check(rows, answers)
     print(
-        f"{target.name}; {len(texts)} prompts of {arguments.context} tokens, answers of {arguments.max_new_tokens}, "
+        f"{target.name}; {len(prompts)} prompts of {arguments.context} tokens, answers of up to "
+        f"{arguments.max_new_tokens}, "
         f"chain of {arguments.steps}; {package_commit()}; {torch.get_num_threads()} threads, torch {torch.__version__},"
         f" transformers {transformers.__version__}"
     )
@@ -97,35 +100,32 @@ def main() -> None:
         arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def long_texts(target, count: int, context: int, new: int) -> list[list[int]]:
-    """``count`` texts of ``context + new`` tokens: chat prompts and what the target itself says on, past end tokens."""
-    from modelopt_eagle.data import load_prompts
-    from modelopt_eagle.decoding import PlainGenerator
-    from modelopt_eagle.validation.dialogues import first_turn
+def long_prompts(target, count: int, context: int) -> list[list[int]]:
+    """``count`` chats: shipped conversations and a prompt behind them, the last ``context`` tokens of each."""
+    from modelopt_eagle.data import Message, load_prompts, read_conversations
+    from modelopt_eagle.validation.dialogues import prompt_ids
 
-    plain, texts = PlainGenerator(target), []
-    prompts = [first_turn(target, prompt) for prompt in load_prompts("quickstart")]
-    prompts = [ids[:context] for ids in prompts][:count]
-    for start in range(0, len(prompts), 8):
-        part = prompts[start : start + 8]
-        missing = [context + new - len(ids) for ids in part]
-        output = plain.generate(part, missing, eos_token_id=[])
-        texts += [ids + tokens for ids, tokens in zip(part, output.tokens, strict=True)]
-    if len(texts) < count:
-        sys.exit(f"{count} prompts were asked for, {len(texts)} are there")
-    return texts
+    talks = [row.messages for row in read_conversations("quickstart").rows if row.messages[0].role == "user"]
+    questions = load_prompts("quickstart")
+    prompts = []
+    for number in range(count):
+        messages, place = [Message("user", questions[number % len(questions)].turns[0])], 7 * number
+        while len(ids := prompt_ids(target, messages)) < context:
+            messages = [*talks[place % len(talks)], *messages]
+            place += 1
+        prompts.append(ids[-context:])
+    return prompts
 
 
-def modelopt_rows(target, texts, arguments) -> list[Contender]:
+def modelopt_rows(prompts, arguments) -> list[Contender]:
     """modelopt's validation as it is, and its rounds alone, with the target's text given."""
     import torch
 
     from modelopt_eagle.target.load import resolve
 
-    context = arguments.context
     request = {
-        "prompts": [text[:context] for text in texts], "max_new_tokens": arguments.max_new_tokens,
-        "steps": arguments.steps, "threads": torch.get_num_threads(),
+        "prompts": prompts, "max_new_tokens": arguments.max_new_tokens, "steps": arguments.steps,
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "request.json"
@@ -148,17 +148,16 @@ def modelopt_rows(target, texts, arguments) -> list[Contender]:
     return [whole, alone]
 
 
-def generated(target, head, texts, arguments, batch_size: int) -> Contender:
+def generated(target, head, prompts, arguments, batch_size: int) -> Contender:
     """Our generator: what ``ar_validate.py`` runs."""
     from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 
     generator = PseudoSpeculativeGenerator(target, head, "chain", arguments.steps)
-    prompts = [text[: arguments.context] for text in texts]
     generator.generate(prompts[:1], 8)  # warm
     contender = Contender(f"generator, batch {batch_size}")
     for start in range(0, len(prompts), batch_size):
         begun = time.perf_counter()
-        output = generator.generate(prompts[start : start + batch_size], arguments.max_new_tokens, eos_token_id=[])
+        output = generator.generate(prompts[start : start + batch_size], arguments.max_new_tokens)
         contender.seconds += time.perf_counter() - begun
         contender.tokens += sum(map(len, output.tokens))
         contender.rounds += output.steps
@@ -166,16 +165,15 @@ def generated(target, head, texts, arguments, batch_size: int) -> Contender:
     return contender
 
 
-def walked(target, head, texts, arguments, batch_size: int) -> Contender:
+def walked(target, head, prompts, answers, steps: int, batch_size: int) -> Contender:
     """Our walk over the same text: one pass of the target, K of the head."""
     from modelopt_eagle.data import TokenizedRow
     from modelopt_eagle.features import OnlineSource
     from modelopt_eagle.training.acceptance import acceptance_walk
 
-    context = arguments.context
     rows = [
-        TokenizedRow(str(number), "all", text, [place >= context for place in range(len(text))], context)
-        for number, text in enumerate(texts)
+        TokenizedRow(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * len(answer), len(prompt))
+        for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     contender = Contender(f"walk, batch {batch_size}")
     for start in range(0, len(rows), batch_size):
@@ -185,10 +183,10 @@ def walked(target, head, texts, arguments, batch_size: int) -> Contender:
         batch = source.load(range(len(part)))
         walk = acceptance_walk(
             head, head.embed(batch.input_ids, target.embedding), batch.aux_hidden, batch.supervised,
-            batch.target_top1, arguments.steps, batch.document_ids,
+            batch.target_top1, steps, batch.document_ids,
         )  # fmt: skip
         contender.seconds += time.perf_counter() - begun
-        contender.tokens += len(part) * arguments.max_new_tokens
+        contender.tokens += sum(map(len, answers[start : start + batch_size]))
         contender.rounds += walk.steps
     return contender
 
@@ -197,8 +195,9 @@ def check(rows: list[Contender], answers: list[list[int]]) -> None:
     """All judged the same text; a difference is printed, as it would make the rates another thing."""
     for row in rows:
         for number, (found, answer) in enumerate(zip(row.answers, answers, strict=False)):
-            if found != answer[: len(found)]:
-                place = next(i for i, pair in enumerate(zip(found, answer, strict=False)) if pair[0] != pair[1])
+            if found != answer:
+                pairs = enumerate(zip(found, answer, strict=False))
+                place = next((i for i, pair in pairs if pair[0] != pair[1]), min(len(found), len(answer)))
                 print(f"note: {row.name} parts from the plain text of prompt {number} at token {place}")
 
 

@@ -47,7 +47,8 @@ def test_validation_benchmark(tmp_path, good_head):
     names = ["generator, batch 1", "generator, batch 2", "walk, batch 1", "walk, batch 8"]
     assert [row["name"] for row in rows] == names
     assert "parts from" not in run.stdout
-    assert len({row["rounds"] for row in rows}) == 1 and {row["tokens"] for row in rows} == {30}
+    assert len({row["rounds"] for row in rows}) == 1 and len({row["tokens"] for row in rows}) == 1
+    assert 3 < rows[0]["tokens"] <= 30
     for row in rows:
         assert abs(row["rate"] - row["tokens"] / row["seconds"]) < 1e-9 and f"{row['rate']:.2f}" in run.stdout
     run = subprocess.run([*command, "--modelopt_python", "/bin/false"], capture_output=True, text=True, cwd=tmp_path)
