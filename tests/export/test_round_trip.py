@@ -269,6 +269,7 @@ def test_a_failed_rename_brings_the_old_folder_back(tmp_path, head, monkeypatch)
             raise OSError(5, "Input/output error")
         return rename(self, target)
 
+    monkeypatch.setattr(folders_module, "exchange", lambda a, b: False)  # a system that cannot
     monkeypatch.setattr(folders_module.Path, "rename", refusing)
     with pytest.raises(ExportError, match="unchanged"):
         export_checkpoint(build_head(seed=1), None, out, overwrite=True)
