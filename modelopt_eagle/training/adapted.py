@@ -135,10 +135,11 @@ def make_adapter(recipe, target, device) -> TargetAdapter:
         first_layer=lora.first_layer,
         seed=recipe.training.seed,
     )
-    if adapter.device is None or adapter.device.type != device.type:
+    there = adapter.device
+    if there is None or (there.type, there.index or 0) != (device.type, device.index or 0):
         raise RecipeError(
             f"target_lora trains the target beside the head on {device}, and the target lies "
-            f"{'on several devices' if adapter.device is None else f'on {adapter.device}'}: name one device in "
-            "model.device"
+            f"{'on several devices' if there is None else f'on {there}'}: name that one in model.device, or start one "
+            "process for each device"
         )
     return adapter

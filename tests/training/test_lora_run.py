@@ -184,6 +184,15 @@ def test_bad_input_is_said_before_features_are_made(
         train(small_recipe(tiny_target_dir, data, tmp_path / "run", "target_lora.rank=4", *overrides))
 
 
+@pytest.mark.parametrize(
+    ("place", "says"), [(None, "lies on several devices"), (torch.device("cuda:1"), "lies on cuda:1")]
+)
+def test_a_target_on_other_devices_than_the_head_is_refused(tiny_target_dir, data, tmp_path, monkeypatch, place, says):
+    monkeypatch.setattr("modelopt_eagle.target.adapter.TargetAdapter.device", place)
+    with pytest.raises(RecipeError, match=f"{says}: .*model.device"):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run", *LORA))
+
+
 def test_a_missing_package_is_named(tiny_target_dir, data, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"peft .*modelopt_eagle\[lora\]"):
