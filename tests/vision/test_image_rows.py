@@ -50,7 +50,7 @@ def forward_inputs(target, row):
 @torch.no_grad()
 def own_states(target, inputs):
     """Inputs of the layers after those of ``AUX``, and logits, of the model's own forward."""
-    layers, seen = target.model.model.language_model.layers, {}
+    layers, seen = target.layers, {}
 
     def keep(number):
         def hook(module, arguments, named):

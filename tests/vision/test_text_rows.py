@@ -18,7 +18,7 @@ from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.target import load_target, load_target_tables
 from modelopt_eagle.training.acceptance import acceptance_walk
 from tests.training.runs import write_conversations
-from tests.vision.tiny_vision import LISTS_ONLY, QWEN, make_step, make_tokenizer
+from tests.vision.tiny_vision import LISTS_ONLY, QWEN, VOCABULARY, make_step, make_tokenizer
 
 AUX = (1, 3, 4)
 Row = namedtuple("Row", "id category input_ids supervised")
@@ -26,12 +26,13 @@ Row = namedtuple("Row", "id category input_ids supervised")
 
 def test_the_tables_are_the_language_models(target, folders, family):
     names = dict(target.model.named_parameters())
-    own = names["model.language_model.embed_tokens.weight"]
-    assert torch.equal(target.embedding.weight, own) and own.shape == (256, 32)
-    assert target.num_layers == 8 and target.parts.names["layers"] == "model.language_model.layers"
+    inner = "model.text_model" if family == "idefics3" else "model.language_model"
+    own = names[f"{inner}.embed_tokens.weight"]
+    assert torch.equal(target.embedding.weight, own) and own.shape == (VOCABULARY, 32)
+    assert target.num_layers == 8 and target.parts.names["layers"] == f"{inner}.layers"
     tables = load_target_tables(folders[family])
     assert torch.equal(tables.embedding_weight, own) and torch.equal(tables.head.weight, names["lm_head.weight"])
-    assert torch.equal(tables.final_norm.weight, names["model.language_model.norm.weight"])
+    assert torch.equal(tables.final_norm.weight, names[f"{inner}.norm.weight"])
     assert tables.identity() == target.identity()
 
 
@@ -45,7 +46,7 @@ def test_states_of_text_are_the_models_own(target):
 
 def test_a_head_has_the_text_models_sizes_and_plain_positions(target):
     config = DraftConfig.from_target(target.model.config)
-    assert (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size) == (32, 48, 8, 256)
+    assert (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size) == (32, 48, 8, VOCABULARY)
     assert config.rope_scaling is None and config.rope_theta == target.config.rope_parameters["rope_theta"]
     assert config == DraftConfig.from_target(target.config)
 

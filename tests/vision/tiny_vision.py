@@ -12,8 +12,11 @@ from modelopt_eagle.training.initialise import random_module
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 
 PAD, IMAGE, VIDEO, BEGIN, END = "<pic>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
+TILES = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+TILES += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+VOCABULARY = 272
 SIZES = dict(
-    vocab_size=256,
+    vocab_size=VOCABULARY,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=8,
@@ -40,6 +43,7 @@ QWEN = (  # texts and lists, images where they stand
     "{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SPLITTING = LISTS_ONLY.replace(PAD, "<image>")  # Idefics's and SmolVLM's
 TAGGED = LISTS_ONLY.replace("{{ c['text'] }}", (
     "{% if m['role'] == 'assistant' %}{{ c['text'][:2] }}{% generation %}{{ c['text'][2:] }}{% endgeneration %}"
     "{% else %}{{ c['text'] }}{% endif %}"
@@ -47,10 +51,10 @@ TAGGED = LISTS_ONLY.replace("{{ c['text'] }}", (
 
 
 def make_tokenizer(template):
-    """The byte tokenizer with the special tokens of images, ids 247 to 251."""
+    """The byte tokenizer with the special tokens of images, from id 247 on."""
     tokenizer = make_byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": [PAD, IMAGE, VIDEO, BEGIN, END]})
-    assert len(tokenizer) == 252 and tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
+    tokenizer.add_special_tokens({"additional_special_tokens": [PAD, IMAGE, VIDEO, BEGIN, END, *TILES]})
+    assert len(tokenizer) == 260 and tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
     tokenizer.chat_template = template
     return tokenizer
 
@@ -89,25 +93,48 @@ def qwen3_config(tokenizer):
     )
 
 
-def clip_pictures():
-    return transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+def idefics3_config(tokenizer):
+    return transformers.Idefics3Config(
+        text_config=transformers.LlamaConfig(**SIZES).to_dict(),
+        vision_config=dict(VISION, image_size=56),
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+    )
 
 
-def qwen_pictures():
-    return transformers.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=84 * 84, patch_size=14, merge_size=2)
+def save_llava_processor(tokenizer, folder):
+    pictures = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    transformers.LlavaProcessor(
+        pictures, tokenizer, patch_size=14, vision_feature_select_strategy="default", image_token=PAD,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def save_qwen_processor(tokenizer, folder):
+    """The part for images alone: the whole one cannot be made without torchvision, and can be read without."""
+    pictures = transformers.Qwen2VLImageProcessorPil
+    pictures(min_pixels=28 * 28, max_pixels=84 * 84, patch_size=14, merge_size=2).save_pretrained(folder)
+
+
+def save_idefics3_processor(tokenizer, folder):
+    """It cuts a picture into tiles, with a text of its own around each."""
+    pictures = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    transformers.Idefics3Processor(pictures, tokenizer, image_seq_len=4).save_pretrained(folder)
 
 
 FAMILIES = {
-    "llava": (LISTS_ONLY, llava_config, clip_pictures),
-    "qwen2_5_vl": (QWEN, qwen25_config, qwen_pictures),
-    "qwen3_vl": (QWEN, qwen3_config, qwen_pictures),
+    "llava": (LISTS_ONLY, llava_config, save_llava_processor),
+    "idefics3": (SPLITTING, idefics3_config, save_idefics3_processor),
+    "qwen2_5_vl": (QWEN, qwen25_config, save_qwen_processor),
+    "qwen3_vl": (QWEN, qwen3_config, save_qwen_processor),
 }
 
 
 @torch.no_grad()
 def make_folder(family, folder):
     """Save a random target of a family with its tokenizer, chat template and processor files."""
-    template, config_of, pictures_of = FAMILIES[family]
+    template, config_of, save_processor = FAMILIES[family]
     tokenizer = make_tokenizer(template)
     config = config_of(tokenizer)
     with torch.random.fork_rng(devices=[]):
@@ -116,14 +143,10 @@ def make_folder(family, folder):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
     model.save_pretrained(folder)
+    save_processor(tokenizer, folder)
     tokenizer.save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-    pictures_of().save_pretrained(folder)
-    if family == "llava":
-        extra = {"processor_class": "LlavaProcessor", "image_token": PAD, "patch_size": 14}
-        extra |= {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-        (folder / "processor_config.json").write_text(json.dumps(extra))
     return folder
 
 
@@ -142,6 +165,6 @@ def draw(path, width, height, color):
 def make_step(target):
     """A training step of a new head with the target's whole vocabulary."""
     config = DraftConfig.from_target(target.config)
-    module = random_module(config, DraftVocab.identity(256), seed=0)
+    module = random_module(config, DraftVocab.identity(VOCABULARY), seed=0)
     tables = TeacherTables.make(target.embedding.weight, target.head, module.target_ids)
     return TrainingStep(module, tables, load_recipe(None, []).eagle)
