@@ -1,7 +1,8 @@
 """One buffer for the target's captured features, allocated once: ``[max_tokens + N·max_requests, A·Ht]``.
 
 An engine fills it layer by layer while the target runs (a block of columns a layer) and the draft reads it afterwards.
-Its address never changes, so that CUDA graphs can write to it.
+Its address never changes, so that CUDA graphs can write to it: a replayed graph copies the rows that it was captured
+with, and :meth:`CaptureBuffer.replayed` then says how many of them are real.
 """
 
 from __future__ import annotations
@@ -91,11 +92,7 @@ class CaptureBuffer:
             raise DecodingError(f"layer {layer}: expected [rows, {self.width}], found {list(hidden.shape)}")
         if num_rows > len(hidden):
             raise DecodingError(f"layer {layer}: {num_rows} rows were announced, its output has {len(hidden)}")
-        if num_rows > self.rows:
-            raise DecodingError(
-                f"{num_rows} rows do not fit a capture buffer of {self.rows} (max_tokens + N·max_requests): "
-                "raise max_tokens or max_requests"
-            )
+        self._check_room(num_rows)
         start = self.layer_ids.index(layer) * self.width
         columns = self.data[:num_rows, start : start + self.width]  # [rows,Ht]
         if residual is None:
@@ -103,6 +100,22 @@ class CaptureBuffer:
         else:
             columns.copy_(hidden[:num_rows] + residual[:num_rows])
         self._filled[layer] = num_rows
+
+    def replayed(self, num_rows: int) -> None:
+        """Count ``num_rows`` rows of every layer as written: a replayed graph has copied them without :meth:`write`.
+
+        Raises:
+            DecodingError: more rows than the buffer holds.
+        """
+        self._check_room(num_rows)
+        self._filled = dict.fromkeys(self.layer_ids, num_rows)
+
+    def _check_room(self, num_rows: int) -> None:
+        if num_rows > self.rows:
+            raise DecodingError(
+                f"{num_rows} rows do not fit a capture buffer of {self.rows} (max_tokens + N·max_requests): "
+                "raise max_tokens or max_requests"
+            )
 
     def read(self, num_rows: int) -> Tensor:
         """The features ``[num_rows, A·Ht]`` of this pass, a view.

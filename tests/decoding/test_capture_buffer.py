@@ -70,6 +70,21 @@ def test_too_small_or_too_few_is_an_error():
         CaptureBuffer(8, 4, 0, 1, 1)
 
 
+def test_a_replayed_graph_says_how_many_rows_are_real():
+    """Its copies are replayed, the bookkeeping of ``write`` is not."""
+    buffer = CaptureBuffer(8, 4, 6, 1, 1, aux_layer_ids=[0, 5])
+    buffer.begin()
+    buffer.data[:6] = 1.0  # what the graph copies, three of its rows being padding
+    with pytest.raises(DecodingError, match="fewer in this pass"):
+        buffer.read(3)
+    buffer.replayed(3)
+    assert buffer.read(3).shape == (3, 8)
+    with pytest.raises(DecodingError, match=r"fewer in this pass: \{0: 3, 5: 3\}"):
+        buffer.read(4)
+    with pytest.raises(DecodingError, match="8 rows do not fit a capture buffer of 7"):
+        buffer.replayed(8)
+
+
 def test_the_targets_own_capture_fills_a_buffer(target):
     """``Target.capture(into=...)``: the same values at an address that never changes; too small is an error."""
     buffer = CaptureBuffer(8, target.hidden_size, max_tokens=12, max_requests=2, num_nodes=1, aux_layer_ids=[7, 0])
