@@ -7,7 +7,8 @@ several times, so that whatever else the machine does meets both:
 * store: ``OfflineSource.batches`` over one epoch in random order, batches packed and ready, without a consumer,
 * waiting: seconds that a trainer waits for a batch while it computes ``--step`` seconds on each on the same processor.
 
-Every file is read once before, so that both find it in the page cache; with ``--cold`` the system is asked to forget
+Seconds of the processor are measured too: on a machine that others use they say more than seconds that pass. Every
+file is read once before, so that both find it in the page cache; with ``--cold`` the system is asked to forget
 the files before each measurement of either (a store larger than the memory does that by itself).
 
 Example: ``python scripts/benchmark/feature_store.py --dtype bfloat16 --hidden 2048 --tokens 200000``
@@ -21,6 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -70,25 +72,29 @@ def forget(paths: list[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def raw_seconds(paths: list[Path], buffer: bytearray) -> float:
-    """Seconds to read the bytes of all shards into memory."""
-    begun = time.perf_counter()
+def read_raw(paths: list[Path], buffer: bytearray) -> None:
+    """Read the bytes of all shards into memory."""
     for path in paths:
         with open(path, "rb", buffering=0) as file:
             file.readinto(buffer)
-    return time.perf_counter() - begun
 
 
-def batch_seconds(source: OfflineSource, epoch: int, batch_size: int, step: float) -> tuple[float, int]:
-    """Seconds of one epoch with a consumer that computes ``step`` seconds on each batch, and the number of batches."""
-    work = torch.randn(256, 256)
-    begun, batches = time.perf_counter(), 0
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that pass, and seconds of the processor in all threads of this process."""
+    begun, used = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - begun, time.process_time() - used
+
+
+def read_batches(source: OfflineSource, epoch: int, batch_size: int, step: float) -> int:
+    """One epoch with a consumer that computes ``step`` seconds on each batch; returns the number of batches."""
+    work, batches = torch.randn(256, 256), 0
     for _ in source.batches(epoch, batch_size=batch_size, seed=0):
         batches += 1
         until = time.perf_counter() + step
         while time.perf_counter() < until:
             work @ work
-    return time.perf_counter() - begun, batches
+    return batches
 
 
 def measure(folder: Path, args: argparse.Namespace) -> list[str]:
@@ -100,28 +106,34 @@ def measure(folder: Path, args: argparse.Namespace) -> list[str]:
     size = sum(entry.bytes for entry in reader.shards)
     buffer = bytearray(max(path.stat().st_size for path in paths))  # one for all, so that no fresh page is timed
     source = OfflineSource(reader)
-    raw, store = [], []
+    raw, store = [], []  # (seconds, seconds of the processor)
     for repeat in range(args.repeats + 1):
         if args.cold:
             forget(paths)
-        raw.append(raw_seconds(paths, buffer))
+        raw.append(timed(lambda: read_raw(paths, buffer)))
         if args.cold:
             forget(paths)
-        store.append(batch_seconds(source, repeat, args.batch_size, 0.0)[0])
+        store.append(timed(lambda epoch=repeat: read_batches(source, epoch, args.batch_size, 0.0)))
     raw, store = raw[1:], store[1:]  # the first round warms up
-    ratio = statistics.median(a / b for a, b in zip(raw, store, strict=True))
-    before = source.wait_seconds
-    _, batches = batch_seconds(source, args.repeats + 1, args.batch_size, args.step)
-    waited = (source.wait_seconds - before) / batches
     mb = size / 1e6
+
+    def line(name: str, which: int, unit: str) -> str:
+        ratios = sorted(a[which] / b[which] for a, b in zip(raw, store, strict=True))
+        speeds = [mb / statistics.median(times[which] for times in measured) for measured in (raw, store)]
+        return (
+            f"{name:<12}raw {speeds[0]:,.0f}, batches {speeds[1]:,.0f} MB {unit}: {statistics.median(ratios):.0%} "
+            f"of the raw read (median of {len(ratios)}, {ratios[0]:.0%} to {ratios[-1]:.0%})"
+        )
+
+    before = source.wait_seconds
+    batches = read_batches(source, args.repeats + 1, args.batch_size, args.step)
+    waited = (source.wait_seconds - before) / batches
     return [
         f"store       {mb:,.0f} MB, {reader.contract.dtype}, Ht {reader.contract.hidden_size}, "
         f"{sum(reader.lengths) / len(reader):,.0f} tokens a row",
         f"open        {mb / checked:,.0f} MB/s (every checksum)",
-        f"raw read    {mb / statistics.median(raw):,.0f} MB/s",
-        f"batches     {mb / statistics.median(store):,.0f} MB/s, {ratio:.0%} of the raw read (median of {len(raw)} "
-        f"ratios, {min(a / b for a, b in zip(raw, store, strict=True)):.0%} to "
-        f"{max(a / b for a, b in zip(raw, store, strict=True)):.0%})",
+        line("time", 0, "a second"),
+        line("processor", 1, "a second of the processor"),
         f"waiting     {1000 * waited:.1f} ms a step of {1000 * args.step:.0f} ms (batch of {args.batch_size} rows)",
     ]
 

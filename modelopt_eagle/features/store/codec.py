@@ -247,9 +247,9 @@ def read_final(
 
 def runs(flags: torch.Tensor) -> list[tuple[int, int]]:
     """(first, one past the last) of each run of True in [s] bool."""
-    edges = torch.zeros(len(flags) + 2, dtype=torch.int8)
-    edges[1:-1] = flags
-    return [tuple(pair) for pair in edges.diff().nonzero().view(-1, 2).tolist()]
+    places = flags.nonzero().flatten().tolist()
+    edges = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+    return [(places[a], places[b - 1] + 1) for a, b in zip([0, *edges], [*edges, len(places)], strict=True) if b > a]
 
 
 def decode_row(
@@ -274,8 +274,7 @@ def decode_row(
         if name not in shard:
             return None
         whole = torch.full((len(supervised),), empty, dtype=dtype)  # [s]
-        whole[predicting] = shard[name][_span(shard, "teacher_offsets", number)].to(dtype)
-        return whole
+        return whole.masked_scatter_(predicting, shard[name][_span(shard, "teacher_offsets", number)].to(dtype))
 
     return FeatureRow(
         row_id=row_id,
