@@ -15,9 +15,6 @@ import json  # noqa: E402
 import os  # noqa: E402
 import time  # noqa: E402
 
-ROOM = 64
-"""Tokens a request more than its prompt that one scheduling step leaves room for; drafts are a few."""
-
 
 def counters(llm):
     """The engine's counters of speculative decoding, summed over engines: name -> int or list of ints."""
@@ -63,9 +60,7 @@ def main(job_path, result_path):
         "disable_log_stats": False,
         "enable_prefix_caching": False,
         "max_num_seqs": job["batch_size"],
-        # Every prompt in one piece: where a piece ends inside a prompt, 0.32.0 gives the head the embedding of the
-        # prompt's last token instead of the next one, and acceptance is no longer the head's.
-        "max_num_batched_tokens": max(2048, job["batch_size"] * (max(map(len, job["prompts"])) + ROOM)),
+        "async_scheduling": False,
     }
     if job.get("max_model_len"):
         options["max_model_len"] = job["max_model_len"]
