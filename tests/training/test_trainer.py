@@ -174,10 +174,10 @@ def test_changed_data_is_refused(tiny_target_dir, tmp_path, monkeypatch):
 
 def test_best_checkpoint_is_by_acceptance_length(tiny_target_dir, data, tmp_path, monkeypatch):
     lengths = iter([1.2, 1.7, 1.5, 1.4])
-    from modelopt_eagle.training import trainer
+    from modelopt_eagle.training import evaluate
     from modelopt_eagle.training.acceptance import WalkResult
 
-    real = trainer.evaluate
+    real = evaluate.evaluate
 
     def walk(step, *args, **kwargs):
         assert step.training
@@ -186,7 +186,7 @@ def test_best_checkpoint_is_by_acceptance_length(tiny_target_dir, data, tmp_path
         wanted = next(lengths)
         return WalkResult(3, [[1] * round((wanted - 1) * 10) + [0] * round((2 - wanted) * 10)])
 
-    monkeypatch.setattr(trainer, "evaluate", walk)
+    monkeypatch.setattr(evaluate, "evaluate", walk)
     result = train(
         small_recipe(
             tiny_target_dir, data, tmp_path / "run", f"data.eval_path={data}", "training.eval_steps=3",
