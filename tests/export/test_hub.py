@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.export.hub import push_to_hub
@@ -94,3 +95,17 @@ def test_refusals_name_the_reason_and_leave_the_folder(tmp_path, head, hub):
     with pytest.raises(ExportError, match="403.*stays"):
         push_to_hub(tmp_path / "out", "me/head", endpoint=hub.address)
     assert hub.files == {} and load_draft(tmp_path / "out").config == head.config
+
+
+def test_the_export_command_uploads_only_when_asked(tmp_path, head, hub, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)  # as HF_ENDPOINT does at the start
+    export_checkpoint(head, None, tmp_path / "head")
+    given = ["--model_path", str(tmp_path / "head"), "--export_path", str(tmp_path / "out")]
+    assert run_command("export_hf_checkpoint", given) == 0 and hub.asked == []
+    again = [*given, "--overwrite", "--push_to_hub", "me/head"]
+    assert run_command("export_hf_checkpoint", again) == 0
+    assert f"uploaded  {hub.address}/me/head/commit/1" in capsys.readouterr().out
+    assert set(hub.files) == {"config.json", "README.md", "model.safetensors"}
+    hub.refuse = True
+    assert run_command("export_hf_checkpoint", again) == 2
+    assert "hf auth login" in capsys.readouterr().err and load_draft(tmp_path / "out").config == head.config
