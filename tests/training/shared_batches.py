@@ -22,6 +22,7 @@ from modelopt_eagle.training.step import TeacherTables, TrainingStep  # noqa: E4
 
 CASES = {
     "one row": ([(96, 20)], (), {}),
+    "long row": ([(1024, 100)], (), {}),
     "packed": ([(40, 9), (7, 2), (3, 1), (61, 50)], ("eagle.ttt_steps=4",), {}),
     "answer in one piece": ([(120, 113)], (), {}),
     "two layers": ([(50, 10), (33, 5)], (), {"num_hidden_layers": 2}),
