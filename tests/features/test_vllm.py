@@ -58,9 +58,9 @@ def rows(target, talks):
 def worker(python, talks, folder, log, shard):
     """One dump as the user starts it; a shard file a row, one row at a time."""
     line = [str(python), str(ROOT / "collect_hidden_states" / "compute_hidden_states_vllm.py")]
-    line += ["--model", "quickstart", "--input-file", str(talks), "--output-dir", str(folder), "--shard", shard]
+    line += ["--model", str(convert_quickstart()), "--input-file", str(talks), "--output-dir", str(folder)]
     line += ["--dtype", "float32", "--target-dtype", "float32", "--max-length", str(LONGEST)]
-    line += ["--shard-mib", "0.1", "--batch-tokens", "16"]
+    line += ["--shard", shard, "--shard-mib", "0.1", "--batch-tokens", "16"]
     with open(log, "w") as out:
         environment = engine_environment(python) | SETTINGS
         return subprocess.Popen(line, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

@@ -17,6 +17,18 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # server
 _RETRIED = (408, 425, 429)  # the server is busy, not of another opinion
 
 
+class Refusal(StreamError):
+    """A 4xx that asking again does not change.
+
+    Attributes:
+        status: the code.
+    """
+
+    def __init__(self, text: str, status: int):
+        super().__init__(text)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Ticket:
     """Where a server has left the states of one request: the key, and the address of its mailbox."""
@@ -52,10 +64,14 @@ class CompletionsClient:
             StreamTimeout: no answer in time, the server is gone, busy, or failed (5xx): another one may be asked.
             StreamError: it refused (4xx; the message holds its own words), or answered nonsense.
         """
-        if self._model is None:
-            self._model = self._model_name()
-        body = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0}
-        answer = self._call("/v1/completions", body)
+        known = self._model
+        try:
+            answer = self._complete(token_ids)
+        except Refusal as refusal:
+            if refusal.status != 404 or known is None:
+                raise
+            self.forget()  # restarted under another name, with this model or another: the first states will tell
+            answer = self._complete(token_ids)
         where = answer.get("kv_transfer_params")
         if not isinstance(where, dict) or not isinstance(where.get("feature_key"), str):
             raise StreamError(
@@ -64,6 +80,12 @@ class CompletionsClient:
             )
         host = f"[{self._host}]" if ":" in self._host else self._host
         return Ticket(where["feature_key"], f"{host}:{where.get('feature_port')}")
+
+    def _complete(self, token_ids: Sequence[int]) -> dict:
+        if self._model is None:
+            self._model = self._model_name()
+        body = {"model": self._model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0}
+        return self._call("/v1/completions", body)
 
     def forget(self) -> None:
         """Ask for the served model again before the next request: the server may have been restarted."""
@@ -86,8 +108,10 @@ class CompletionsClient:
                 answer = json.loads(response.read())
         except urllib.error.HTTPError as error:
             words = _words(error)
-            kind = StreamTimeout if error.code >= 500 or error.code in _RETRIED else StreamError
-            raise kind(f"{self.url} answered {error.code}: {words}") from error
+            text = f"{self.url} answered {error.code}: {words}"
+            if error.code >= 500 or error.code in _RETRIED:
+                raise StreamTimeout(text) from error
+            raise Refusal(text, error.code) from error
         except (OSError, http.client.HTTPException) as error:
             raise StreamTimeout(f"{self.url} cannot be reached or did not answer in time: {error}") from error
         except ValueError as error:

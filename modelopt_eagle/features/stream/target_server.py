@@ -93,6 +93,8 @@ class TargetServer:
 
     def _complete(self, body) -> dict:
         """Run the target over the prompt and leave the states in the mailbox."""
+        if isinstance(body, dict) and body.get("model", self._target.name) != self._target.name:
+            raise _Refused(404, f"The model `{body['model']}` does not exist; this server has {self._target.name}")
         ids = body.get("prompt") if isinstance(body, dict) else None
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
             raise _Refused(400, "prompt must be a list of token ids")
