@@ -1,4 +1,4 @@
-"""The engine step of ``docs/kernels.md``, taken from the page, decodes the target's own text with trees kept in slots."""
+"""The engine step of ``docs/kernels.md``, taken from the page, decodes the target's own text with trees in slots."""
 
 import re
 from dataclasses import dataclass, field
