@@ -43,4 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(f"converted  {arguments.input} to {report.path} ({arguments.to})")
     print(f"           {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB, read back and compared")
+    for need in report.needs:
+        print(f"needs      {need}")
+    for note in report.notes:
+        print(f"note       {note}")
     return 0

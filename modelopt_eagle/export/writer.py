@@ -92,6 +92,17 @@ def with_target(config: DraftConfig, target) -> DraftConfig:
     return config
 
 
+def target_notes(config: DraftConfig, target) -> list[str]:
+    """What cannot be checked of a head that records no tokenizer: that it was made for this target."""
+    named, given = config.target_name, target_identity(target).get("model")
+    if config.tokenizer_hash or not named or not given or Path(named).name == Path(given).name:
+        return []
+    return [
+        f"the head names {named} as its target and records no tokenizer, the target given is {given}: if they are not "
+        "one model, its token ids mean other words, and nothing but the acceptance length tells"
+    ]
+
+
 def with_rope_scaling(config: DraftConfig, rope_scaling: dict[str, Any] | None) -> tuple[DraftConfig, list[str]]:
     """The config with a scaling added for long contexts, and the note that says so.
 
@@ -202,9 +213,11 @@ def export_checkpoint(
     """
     if layer_names not in LAYER_NAMES:
         raise ExportError(f"layer_names is {layer_names!r}; use {' or '.join(LAYER_NAMES)}")
+    unsure = target_notes(config or module.config, target)
     config = with_target(config or module.config, target)
     check_versions(for_engines or {}, config, layer_names=layer_names)
     config, notes = with_rope_scaling(config, rope_scaling)
+    notes = unsure + notes
     dtype = parse_dtype(dtype) or module.fc.weight.dtype
     exported = without_copy(rebuilt(module, config), table_of(target))
     if config.own_embedding and not exported.config.own_embedding:

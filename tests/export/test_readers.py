@@ -69,6 +69,21 @@ def test_a_copy_of_the_targets_embedding_is_left_out(tmp_path, head, tool, round
     assert any("target's embedding in place of" in note for note in report.notes)
 
 
+def test_a_head_that_names_another_target_is_said(tmp_path, head, capsys):
+    """B35: sizes equal, and no tokenizer is recorded that could be compared."""
+    folder = foreign("speculators", head, tmp_path / "in")
+    same, other = stand_in_tables(head.config), stand_in_tables(head.config)
+    other.identity = lambda: {"model": "else/where", "num_layers": 8, "vocab_size": 64}
+    notes = convert_checkpoint(folder, tmp_path / "same", target=same).notes
+    assert not any("records no tokenizer" in note for note in notes)
+    notes = convert_checkpoint(folder, tmp_path / "other", target=other).notes
+    assert "names someone/target as its target and records no tokenizer, the target given is else/where" in notes[0]
+    given = ["--input", str(folder), "--output", str(tmp_path / "out")]
+    assert run_command("convert_checkpoint", given) == 0
+    shown = capsys.readouterr().out
+    assert "needs      vLLM 0.11.1" in shown and "target's embedding in place" in shown
+
+
 def test_a_speculators_folder_holds_the_embedding_of_its_target(tmp_path, head):
     """speculators leaves a table that is not in the folder uninitialised."""
     export_checkpoint(head, None, tmp_path / "in")
