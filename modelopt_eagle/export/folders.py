@@ -37,7 +37,7 @@ def is_export(path: Path) -> bool:
         entry.name in EXPORT_FILES
         or entry.suffix == ".safetensors"
         or entry.name == "model.safetensors.index.json"
-        or (entry.name == ADAPTER and {file.name for file in entry.iterdir()} <= {ADAPTER_WEIGHTS, ADAPTER_CONFIG})
+        or (entry.name == ADAPTER and {file.name for file in entry.glob("*")} <= {ADAPTER_WEIGHTS, ADAPTER_CONFIG})
         for entry in path.iterdir()
     )
 
