@@ -18,21 +18,42 @@ def build_parser() -> argparse.ArgumentParser:
     verify = actions.add_parser("verify", help="read every byte: sizes, checksums, rows, NaN and infinity")
     verify.add_argument("folder", metavar="DIR")
     verify.add_argument("--drop-bad", action="store_true", help="delete bad shards; the next dump redoes their rows")
+    verify.add_argument("--model", help="also compute some rows again with this target, and compare")
+    verify.add_argument("--sample", type=int, default=8, metavar="N", help="how many rows, with --model (default 8)")
+    verify.add_argument("--device", default="auto", help="where the target of --model runs")
+    _add_answers(verify)
     merge = actions.add_parser("merge", help="join the manifests of all --shard i/n workers into manifest.json")
     merge.add_argument("folder", metavar="DIR")
-    foreign = actions.add_parser("import", help="turn a dump of Model-Optimizer, SpecForge or speculators into a store")
+    foreign = actions.add_parser(
+        "import", help="a dump of Model-Optimizer, SpecForge or speculators, or a store, as a store of another dtype"
+    )
     foreign.add_argument("folder", metavar="DIR")
     foreign.add_argument("--model", required=True, help="the target that made it: hub id or local folder")
     foreign.add_argument("--output-dir", required=True, help="the store to write; goes on if it was begun")
-    foreign.add_argument("--aux-layers", metavar="a,b,c", help="canonical ids of its layers, in their order")
-    foreign.add_argument("--final-states", choices=("normed", "pre-norm"), help="where the files do not say it")
-    foreign.add_argument("--all-supervised", action="store_true", help="where the files hold no loss mask")
+    _add_answers(foreign)
     foreign.add_argument("--dtype", default="bfloat16", choices=list(STORAGE_DTYPES), help="default bfloat16")
     return parser
 
 
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    """Options for what a dump of another tool does not say itself."""
+    parser.add_argument("--aux-layers", metavar="a,b,c", help="of another tool's dump: ids of its layers, in order")
+    parser.add_argument("--final-states", choices=("normed", "pre-norm"), help="where its files do not say it")
+    parser.add_argument("--all-supervised", action="store_true", help="where its files hold no loss mask")
+
+
+def _answers(args) -> dict:
+    """The same as arguments of ``open_reader`` and ``open_offline``."""
+    try:
+        layers = None if args.aux_layers is None else tuple(int(part) for part in args.aux_layers.split(","))
+    except ValueError as error:
+        raise FeatureError(f"--aux-layers takes numbers such as 1,14,26; found {args.aux_layers!r}") from error
+    normed = None if args.final_states is None else args.final_states == "normed"
+    return {"aux_layer_ids": layers, "final_is_normed": normed, "all_supervised": args.all_supervised}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns 0, or 1 when ``verify`` found bad shards."""
+    """Run the command; returns 0, or 1 when ``verify`` found bad shards or rows."""
     args = build_parser().parse_args(argv)
     actions = {"inspect": _inspect, "verify": _verify, "merge": _merge, "import": _import}
     return actions[args.action](args)
@@ -48,6 +69,20 @@ def _inspect(args) -> int:
 
 
 def _verify(args) -> int:
+    from pathlib import Path
+
+    from modelopt_eagle.features.foreign import is_store
+
+    bad = 0
+    if is_store(Path(args.folder)) or args.model is None:
+        bad = _verify_bytes(args)
+    if args.model is not None and not bad:
+        bad = _verify_sample(args)
+    return 1 if bad else 0
+
+
+def _verify_bytes(args) -> int:
+    """Number of bad shards."""
     from modelopt_eagle.data.progress import ProgressBar
 
     bar = ProgressBar(maintenance.summarise(args.folder).bytes // 2**20, "verify", unit="MiB")
@@ -59,7 +94,24 @@ def _verify(args) -> int:
     print(f"{report.shards} shards, {report.rows} rows looked at: {len(report.bad)} bad")
     if report.dropped_rows:
         print(f"{report.dropped_rows} rows dropped; run the dump again to make them")
-    return 1 if report.bad else 0
+    return len(report.bad)
+
+
+def _verify_sample(args) -> int:
+    """Number of rows that are not the target's."""
+    from modelopt_eagle.features.foreign import open_reader
+    from modelopt_eagle.features.recompute import lines, recompute
+    from modelopt_eagle.recipe import load_recipe
+    from modelopt_eagle.target import load_target
+
+    recipe = load_recipe(None, [f"model.base_model={args.model}", f"model.device={args.device}"])
+    target = load_target(**recipe.model.load_arguments())
+    reader = open_reader(args.folder, target, verify="read", **_answers(args))
+    checks = recompute(reader, target, args.sample)
+    print("\n".join(lines(checks, reader.contract.aux_layer_ids)))
+    bad = sum(check.problem is not None for check in checks)
+    print(f"{len(checks)} rows computed again by {target.name}: {bad} bad")
+    return bad
 
 
 def _merge(args) -> int:
@@ -73,13 +125,8 @@ def _import(args) -> int:
     from modelopt_eagle.features.foreign import open_offline
     from modelopt_eagle.target import load_target_tables
 
-    try:
-        layers = None if args.aux_layers is None else tuple(int(part) for part in args.aux_layers.split(","))
-    except ValueError as error:
-        raise FeatureError(f"--aux-layers takes numbers such as 1,14,26; found {args.aux_layers!r}") from error
-    normed = None if args.final_states is None else args.final_states == "normed"
     tables = load_target_tables(args.model)
-    source = open_offline(args.folder, tables, layers, final_is_normed=normed, all_supervised=args.all_supervised)
+    source = open_offline(args.folder, tables, **_answers(args))
     bar = ProgressBar(len(source.lengths), "import")
     made = import_rows(source, args.output_dir, args.dtype, progress=bar.advance)
     print(f"{args.output_dir}: {made} of {len(source.lengths)} rows imported now")

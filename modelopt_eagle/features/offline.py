@@ -10,6 +10,7 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate, predicting_positions
+from modelopt_eagle.features.buffers import BufferPool
 from modelopt_eagle.features.compute import teacher_predictions
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource
@@ -70,6 +71,7 @@ class OfflineSource(PlannedSource):
         self.contract = replace(stored, final_is_normed=True)
         self.lengths = list(self.reader.lengths)
         self._prefetcher = Prefetcher(max(1, prefetch))
+        self._pool = BufferPool(2 * (max(1, prefetch) + 3))  # two tensors a batch: waiting, in the making, in use
 
     @property
     def wait_seconds(self) -> float:
@@ -84,8 +86,8 @@ class OfflineSource(PlannedSource):
         """Rows, and their aux states [N, A*Ht] and final states [N, Ht] packed; the rows hold views of these."""
         contract, total = self.contract, sum(self.lengths[number] for number in numbers)
         dtype = self._dtype or served_dtype(contract.dtype)
-        aux = torch.empty(total, len(contract.aux_layer_ids) * contract.hidden_size, dtype=dtype)  # [N,A*Ht]
-        final = torch.empty(total, contract.hidden_size, dtype=dtype)  # [N,Ht]
+        aux = self._pool.empty((total, len(contract.aux_layer_ids) * contract.hidden_size), dtype)  # [N,A*Ht]
+        final = self._pool.empty((total, contract.hidden_size), dtype)  # [N,Ht]
         rows, at = [], 0
         for number in numbers:
             places = [packed[at : at + self.lengths[number]] for packed in (aux, final)]

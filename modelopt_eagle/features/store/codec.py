@@ -94,17 +94,26 @@ def restore(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return restore_into(torch.empty(stored.shape, dtype=torch.float32), stored, scale)
 
 
+CACHE_BYTES = 256 * 2**10
+"""States with scales are widened in pieces of so many bytes, which stay in the processor's cache between passes."""
+
+
 def restore_into(out: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Write states into ``out`` [n, groups*width] of any floating dtype, which is returned; see :func:`restore`."""
     if scale is None:
         return out.copy_(stored)
-    wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)  # [n,groups*width]
-    if stored.dtype == torch.float8_e4m3fn:
-        widen_e4m3(wide, stored)
-    else:
-        wide.copy_(stored)
-    wide.unflatten(-1, (scale.shape[-1], -1)).mul_(scale.unsqueeze(-1))  # [n,groups,width]
-    return out if wide is out else out.copy_(wide)
+    rows = max(1, CACHE_BYTES // (4 * max(1, stored.shape[1])))
+    parts = (tensor.split(rows) for tensor in (out, stored, scale))
+    for place, part, factor in zip(*parts, strict=True):
+        wide = place if out.dtype == torch.float32 else torch.empty(place.shape, dtype=torch.float32)
+        if stored.dtype == torch.float8_e4m3fn:
+            widen_e4m3(wide, part)
+        else:
+            wide.copy_(part)
+        wide.unflatten(-1, (scale.shape[-1], -1)).mul_(factor.unsqueeze(-1))  # [r,groups,width]
+        if wide is not place:
+            place.copy_(wide)
+    return out
 
 
 def widen_e4m3(out: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

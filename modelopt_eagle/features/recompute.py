@@ -1,0 +1,129 @@
+"""Compute a sample of stored rows again with transformers, and compare: whoever made them, they must be the target's.
+
+Finds what no checksum can: states of other rows (an engine that reorders or splits prompts), of other layers (an
+extractor that counts inputs), of other weights, and a final norm that was left out or applied twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.batch import FeatureContract, needed_final_positions
+from modelopt_eagle.features.offline import OfflineSource
+
+ALLOWED = {"float32": 0.05, "float16": 0.05, "bfloat16": 0.05, "float8_e4m3": 0.1, "int8": 0.3}
+"""Most that a state may differ (norm over norm, median over a row's positions), by storage dtype. It covers an engine
+that ran in bfloat16; the states of a neighbouring layer or of another token are much further away."""
+
+
+@dataclass(frozen=True)
+class RowCheck:
+    """One stored row against the target.
+
+    Attributes:
+        row_id, tokens: of the row.
+        aux: difference of each auxiliary layer, norm over norm, median over positions.
+        final: of the final states, None for a row without supervised tokens.
+        top1: share of predicting positions at which the stored choice is the target's, None without any.
+        problem: what is wrong, or None.
+    """
+
+    row_id: str
+    tokens: int
+    aux: list[float]
+    final: float | None
+    top1: float | None
+    problem: str | None
+
+
+def sample_rows(count: int, sample: int) -> list[int]:
+    """Row numbers spread evenly over a store."""
+    taken = min(sample, count)
+    return [(2 * i + 1) * count // (2 * taken) for i in range(taken)]
+
+
+def recompute(reader, target, sample: int = 8) -> list[RowCheck]:
+    """Compare rows of a reader with the target's own forward, each alone.
+
+    Args:
+        reader: a ``StoreReader`` or ``ForeignReader``.
+        target: the loaded target.
+        sample: rows looked at, spread evenly.
+
+    Raises:
+        FeatureError: the contract names another target, tokenizer or layers than there are.
+    """
+    if sample < 1:
+        raise FeatureError(f"at least one row is needed for a sample, {sample} asked for")
+    contract = reader.contract
+    if outside := [i for i in contract.aux_layer_ids if not 0 <= i < target.num_layers]:
+        raise FeatureError(f"{reader.folder} names layers {outside}, {target.name} has {target.num_layers}")
+    expected = FeatureContract.from_target(target, contract.aux_layer_ids)
+    contract.require(expected, str(reader.folder), ignore=("dtype", "final_is_normed", "aux_layer_ids"))
+    source = OfflineSource(reader, final_norm=target.final_norm, head=target.head, dtype=torch.float32)
+    return [_check(source, target, number) for number in sample_rows(len(source.lengths), sample)]
+
+
+@torch.no_grad()
+def _check(source: OfflineSource, target, number: int) -> RowCheck:
+    row, ids, width = source.row(number), source.contract.aux_layer_ids, target.hidden_size
+    order = sorted(ids)  # the target captures in ascending order, a foreign dump may hold another
+    output = target.features(row.input_ids[None].to(target.device), None, order)
+    own = output.aux_hidden[0].float().cpu().unflatten(-1, (len(ids), width))  # [s,A,Ht]
+    stored = row.aux_hidden.unflatten(-1, (len(ids), width))  # [s,A,Ht]
+    aux = [_difference(stored[:, a], own[:, order.index(layer)]) for a, layer in enumerate(ids)]
+    needed = needed_final_positions(row.supervised)  # [s]
+    final_own = output.final_hidden[0].float().cpu()  # [s,Ht]
+    final = _difference(row.final_hidden[needed], final_own[needed]) if needed.any() else None
+    predicting = row.target_top1 >= 0  # [s]
+    top1 = None
+    if predicting.any():
+        chosen = target.logits(output.final_hidden[0][predicting.to(target.device)]).argmax(-1).cpu()  # [p]
+        top1 = float((chosen == row.target_top1[predicting]).float().mean())
+    allowed, problem = ALLOWED[source.contract.dtype], None
+    bad = [a for a, difference in enumerate(aux) if not difference <= allowed]
+    if bad:
+        found = _nearest_layers(stored, row.input_ids, target)
+        problem = "; ".join(
+            f"states of layer {ids[a]} are {aux[a]:.0%} off, " + _explain(*found[a], allowed) for a in bad
+        )
+    elif final is not None and not final <= allowed:
+        problem = f"final states are {final:.0%} off: a final norm left out or applied twice, or another head"
+    return RowCheck(row.row_id, len(row), aux, final, top1, problem)
+
+
+def _explain(layer: int, difference: float, allowed: float) -> str:
+    if difference <= allowed:
+        return f"they are those of layer {layer}: ids are outputs of layers, counted from 0"
+    return "and of no layer of this target on these tokens: other weights, or another row"
+
+
+def _nearest_layers(stored: torch.Tensor, input_ids: torch.Tensor, target) -> list[tuple[int, float]]:
+    """For each slot of [s, A, Ht] the layer whose states come nearest, and how near."""
+    ids, width = list(range(target.num_layers)), target.hidden_size
+    output = target.features(input_ids[None].to(target.device), None, ids)
+    every = output.aux_hidden[0].float().cpu().unflatten(-1, (len(ids), width))  # [s,L,Ht]
+    differences = [[_difference(stored[:, a], every[:, layer]) for layer in ids] for a in range(stored.shape[1])]
+    return [min(enumerate(row), key=lambda pair: pair[1]) for row in differences]
+
+
+def _difference(stored: torch.Tensor, own: torch.Tensor) -> float:
+    """Median over positions of ``|stored - own| / |own|`` of [n, Ht] states."""
+    return float(((stored - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-30)).median())
+
+
+def lines(checks: Sequence[RowCheck], layer_ids: Sequence[int]) -> list[str]:
+    """A table of the result."""
+    heads = [f"layer {layer}" for layer in layer_ids]
+    table = [f"{'row':<24} {'tokens':>6} " + " ".join(f"{name:>10}" for name in (*heads, "final", "top-1"))]
+    for check in checks:
+        cells = [f"{value:.1e}" for value in check.aux]
+        cells.append("-" if check.final is None else f"{check.final:.1e}")
+        cells.append("-" if check.top1 is None else f"{check.top1:.1%}")
+        table.append(f"{check.row_id[:24]:<24} {check.tokens:>6} " + " ".join(f"{cell:>10}" for cell in cells))
+    table += [f"bad: row {check.row_id}: {check.problem}" for check in checks if check.problem]
+    return table
