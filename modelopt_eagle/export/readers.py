@@ -25,6 +25,8 @@ from modelopt_eagle.errors import CheckpointError, TargetError
 from .universal import FLAGS, LATENT_SIZES, aux_ids_of, check_effects, check_recipe, parse_rope
 
 LAYOUTS = ("training", "universal", "speculators", "modelopt", "specforge", "eagle")
+LLAMA_DRAFT = "LlamaForCausalLMEagle3"
+"""A draft of this architecture has a Llama layer, whatever ``model_type`` it took from its target (``kimi_k2``)."""
 LLAMA_KINDS = {"llama", "qwen2", "qwen3", "eagle", "mistral", None}
 """``model_type`` values whose one-layer draft is a Llama layer; a Qwen3 draft with query norms fails on its names."""
 
@@ -156,7 +158,8 @@ def foreign_config(
             f"{where} holds no {' and no '.join(missing)}; an EAGLE-3 head has both (a head that shares the target's "
             "lm_head must be saved with its rows)"
         )
-    if layer.get("model_type") not in LLAMA_KINDS and not layer.get("kv_lora_rank"):
+    llama = layer.get("model_type") in LLAMA_KINDS or LLAMA_DRAFT in (outer.get("architectures") or ())
+    if not llama and not layer.get("kv_lora_rank"):
         raise CheckpointError(f"{where}: model_type {layer.get('model_type')!r} is no draft layer that is known here")
     heads, hidden = layer.get("num_attention_heads"), layer.get("hidden_size")
     if not heads or not hidden or not layer.get("intermediate_size"):

@@ -175,6 +175,10 @@ def check_effects(outer: dict[str, Any], layer: dict[str, Any], where: str) -> N
     """
     nested = outer.get("eagle_config") or {}
     found = {key: layer[key] for key in EFFECTS_NOT_HERE if layer.get(key) not in (None, False, 1)}
+    kinds = layer.get("layer_types")
+    windowed = "sliding_attention" in kinds if kinds else layer.get("use_sliding_window", True)
+    if layer.get("sliding_window") and windowed:
+        found["sliding_window"] = layer["sliding_window"]
     for key, value in nested.items():
         harmless = value in (None, False) or (key == "parallel_draft_step" and value == 1)
         if key not in (*NESTED, *NESTED_WITHOUT_EFFECT, "return_hidden_post_norm") and not harmless:

@@ -252,6 +252,8 @@ def nested(**keys):
         (nested(eh_proj_before_attn=True), "eagle_config.eh_proj_before_attn True"),
         (nested(parallel_draft_step=4), "parallel_draft_step 4"),
         (lambda d: {**d, "residual_multiplier": 0.5}, "residual_multiplier 0.5"),
+        (lambda d: {**d, "sliding_window": 512, "use_sliding_window": True}, "sliding_window 512"),
+        (lambda d: {**d, "sliding_window": 512, "layer_types": ["sliding_attention"]}, "sliding_window 512"),
         (lambda d: {**d, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (lambda d: {**d, "rope_parameters": {"rope_theta": 5e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
     ],
@@ -260,9 +262,20 @@ def test_what_another_tools_head_does_otherwise_is_refused(tmp_path, head, chang
     """B40, B44: the names and shapes of its tensors would not tell."""
     folder = foreign("specforge", head, tmp_path / "in")
     edit(folder, nested(parallel_draft_step=1, use_mtp_layernorm=False, has_lm_head=True))
+    edit(folder, lambda d: {**d, "sliding_window": 512, "use_sliding_window": False})
     assert load_draft(folder).config.aux_layer_ids == (1, 3, 4)
     edit(folder, change)
     with pytest.raises(CheckpointError, match=message):
+        load_draft(folder)
+
+
+def test_the_architecture_tells_the_layer_and_not_the_targets_model_type(tmp_path, head):
+    """SpecForge's config for Kimi-K2 names the target's type beside a Llama draft."""
+    folder = foreign("specforge", head, tmp_path / "in")
+    edit(folder, lambda d: {**d, "model_type": "kimi_k2"})
+    assert load_draft(folder).config.decoder_type == "llama"
+    edit(folder, lambda d: {**d, "architectures": ["KimiDraft"]})
+    with pytest.raises(CheckpointError, match="'kimi_k2' is no draft layer"):
         load_draft(folder)
 
 
