@@ -1,21 +1,25 @@
 """Vision-language targets with rows of text: the language model's parts, generation, a whole run, what is exported."""
 
 import json
+import shutil
 from collections import namedtuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from modelopt_eagle.cli import train_and_export
 from modelopt_eagle.data import Conversation, Message, prepare_dataset, render, render_text
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 from modelopt_eagle.decoding.generator import PlainGenerator
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.errors import TargetError
 from modelopt_eagle.export import load_draft
 from modelopt_eagle.features import FeatureContract, collate
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.target import load_target, load_target_tables
+from modelopt_eagle.target.load import load_tokenizer
 from modelopt_eagle.training.acceptance import acceptance_walk
 from tests.training.runs import write_conversations
 from tests.vision.tiny_vision import LISTS_ONLY, QWEN, VOCABULARY, make_step, make_tokenizer
@@ -125,3 +129,29 @@ def test_a_whole_run_offline_and_online(folders, tmp_path):
     exported = (tmp_path / "online" / "export" / "config.json").read_text()
     assert "mrope" not in exported and json.loads(exported)["rope_theta"] == 1000.0
     assert json.loads((tmp_path / "online" / "report" / "acceptance.json").read_text())["acceptance_length"] >= 1
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_keys_as_published_and_as_in_memory(targets, folders, tmp_path, family):
+    """transformers saves these two as they were published; a file with the model's own names means the same tables."""
+    published = list(load_file(folders[family] / "model.safetensors"))
+    assert not any(key.startswith("model.language_model") for key in published)
+    own, folder = targets[family], shutil.copytree(folders[family], tmp_path / family)
+    tensors = {key: value.contiguous() for key, value in own.model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tables = load_target_tables(folder)
+    assert torch.equal(tables.embedding_weight, own.embedding.weight)
+    assert torch.equal(tables.head.weight, own.head.weight)
+
+
+def test_a_chat_template_of_the_processor_is_read(targets, folders, tmp_path):
+    folder = shutil.copytree(folders["llava"], tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    assert load_tokenizer(folder).chat_template is None
+    template = targets["llava"].tokenizer.chat_template
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(folder).chat_template == template
+    assert load_tokenizer(folder, chat_template="{{ 1 }}").chat_template == "{{ 1 }}"
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(TargetError, match="expected a JSON object with chat_template"):
+        load_tokenizer(folder)
