@@ -18,6 +18,7 @@ from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
 from .compatibility import check_lengths, check_pair
+from .cpu_linear import SWITCH, FastLinears
 from .draft_graphs import DraftGraphs
 from .options import DraftPlan
 from .output import GenerationOutput, Timings, prefix_counts
@@ -40,6 +41,9 @@ class PseudoSpeculativeGenerator:
         cache_length: slots of the KV cache a request; ``None``: as many as the call needs.
         cuda_graph: whether the draft loop's later steps are replayed from a CUDA graph: ``"auto"`` (on CUDA), ``True``
             (an error elsewhere) or ``False``. Its memory is kept for the next call.
+        fast_linear: float32 linear layers on the CPU run by oneDNN while decoding (``cpu_linear.py``): ``"auto"`` (with
+            copies of the weights laid out for it, if they take at most half of the free memory), ``True`` (with copies)
+            or ``False``. Copies are shared by all generators of a model and live as long as one of them.
 
     Raises:
         DecodingError: options that do not fit together, a draft of another target, a target without a KV cache.
@@ -58,6 +62,7 @@ class PseudoSpeculativeGenerator:
         max_batch: int | None = None,
         cache_length: int | None = None,
         cuda_graph: str | bool = "auto",
+        fast_linear: str | bool = "auto",
     ):
         if not isinstance(target, Target):
             raise DecodingError(
@@ -77,6 +82,10 @@ class PseudoSpeculativeGenerator:
         self.max_batch, self.cache_length = max_batch, cache_length
         self._recorder = choose_recorder(cuda_graph, target.device)
         self._graphs: DraftGraphs | None = None
+        if fast_linear not in SWITCH:
+            raise DecodingError(f'fast_linear must be "auto", True or False, found {fast_linear!r}')
+        self.fast_linear = fast_linear
+        self._fast: list[FastLinears] = []
 
     @torch.inference_mode()
     def generate(
@@ -127,6 +136,8 @@ class PseudoSpeculativeGenerator:
         timings = Timings()
         graphs = self._take_graphs()
         with ExitStack() as stack:
+            for fast in self._fast_linears():
+                stack.enter_context(fast.use())
             rounds = stack.enter_context(self._rounds(len(requests), capacity, timings, graphs))
             run = _Run(requests, rule, on_tokens)
             run.emit(requests, *rounds.prefill(requests))
@@ -145,6 +156,14 @@ class PseudoSpeculativeGenerator:
             timings=timings,
         )
 
+    def _fast_linears(self) -> list[FastLinears]:
+        """Those of target and head, held from the first call on."""
+        if not self._fast:
+            models = [self.target.model] if self.draft is None else [self.target.model, self.draft]
+            found = [FastLinears.shared(model, self.fast_linear) for model in models]
+            self._fast = [fast for fast in found if fast is not None]
+        return self._fast
+
     def _take_graphs(self) -> DraftGraphs | None:
         """The graphs of the call before, or new ones if it failed or still runs in another thread."""
         graphs, self._graphs = self._graphs, None
@@ -161,8 +180,17 @@ class PseudoSpeculativeGenerator:
 class PlainGenerator(PseudoSpeculativeGenerator):
     """Plain decoding with a KV cache in the same harness: the fair baseline of a speed-up."""
 
-    def __init__(self, target: Target, *, max_batch: int | None = None, cache_length: int | None = None):
-        super().__init__(target, None, "chain", 0, max_batch=max_batch, cache_length=cache_length)
+    def __init__(
+        self,
+        target: Target,
+        *,
+        max_batch: int | None = None,
+        cache_length: int | None = None,
+        fast_linear: str | bool = "auto",
+    ):
+        super().__init__(
+            target, None, "chain", 0, max_batch=max_batch, cache_length=cache_length, fast_linear=fast_linear
+        )
 
 
 class _Run:

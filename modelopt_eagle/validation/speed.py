@@ -58,7 +58,7 @@ def measure_speed(
     Returns:
         A :class:`Speed` a generator.
     """
-    plain = PlainGenerator(generators[0].target)
+    plain = PlainGenerator(generators[0].target, fast_linear=generators[0].fast_linear)
     for generator in (plain, *generators):  # caches, kernels and thread pools warm up outside the measurement
         generator.generate([prompts[0]], min(8, max_new_tokens))
     base: list[GenerationOutput] = []

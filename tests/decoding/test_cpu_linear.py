@@ -1,0 +1,157 @@
+"""oneDNN's linear layers: equal to ``nn.Linear`` within rounding, lent for the time of a call, shared, never stale."""
+
+import gc
+
+import pytest
+import torch
+from heads import make_head
+
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, cpu_linear
+from modelopt_eagle.decoding.cpu_linear import FastLinears, eligible
+from modelopt_eagle.decoding.parity import first_divergence
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.target.tiny import make_tiny_target
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A target whose layers are large enough."""
+    return make_tiny_target(hidden=256, layers=6)
+
+
+def forwards(*models):
+    return [part for model in models for part in model.modules() if "forward" in part.__dict__]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("sizes", [(576, 960), (300, 257), (1536, 576)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_the_layers_own_forward(pack, sizes, bias):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(*sizes, bias=bias))
+    fast, weight = FastLinears(model, pack), model[0].weight.double()
+    for shape in ((1,), (2,), (3,), (4,), (1, 5), (2, 4), (9,), (16,), (130,), (2, 1, 3), ()):
+        x = torch.randn(*shape, sizes[0])
+        exact = torch.nn.functional.linear(x.double(), weight, model[0].bias.double() if bias else None)
+        with torch.inference_mode(), fast.use():
+            assert forwards(model) == [model[0]]
+            found = model(x)
+            strided = model(torch.stack((x, x), -1)[..., 1])
+        assert found.shape == exact.shape
+        torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=0)
+        torch.testing.assert_close(strided, found, atol=2e-5, rtol=0)
+        assert not forwards(model)
+    assert fast.packed_bytes == pack * 4 * sizes[0] * sizes[1]
+
+
+@pytest.mark.parametrize("options", [dict(num_steps=3), dict(mode="tree", topk=3, depth=3, num_nodes=8)], ids=str)
+def test_text_is_the_targets_own(wide, options):
+    head, prompts = make_head(wide), [[5, 9, 33, 70], [7]]
+    assert len(eligible(wide.model)) >= 6 and eligible(head)
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        own = wide.model.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
+        own = own[0, len(prompt) :].tolist()
+        for switch in (True, "auto", False):
+            for generator in (
+                PseudoSpeculativeGenerator(wide, head, **options, fast_linear=switch),
+                PlainGenerator(wide, fast_linear=switch),
+            ):
+                parted = first_divergence(wide, prompt, own, generator.generate([prompt], 20).tokens[0])
+                assert parted is None or parted.is_tie
+
+
+def test_lent_for_the_call_only_also_after_an_exception(wide):
+    head, seen = make_head(wide), []
+    generator = PseudoSpeculativeGenerator(wide, head, fast_linear=True)
+
+    def look(index, tokens, reason):
+        seen.append(len(forwards(wide.model, head)))
+        if len(seen) == 2:
+            generator.generate([[1, 2]], 2)  # a call inside a call borrows nothing and takes nothing away
+            seen.append(len(forwards(wide.model, head)))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate([[1, 2, 3]], 8, on_tokens=look)
+    assert seen == [len(eligible(wide.model)) + len(eligible(head))] * 3
+    assert not forwards(wide.model, head)
+
+
+def test_layers_with_a_forward_of_their_own_keep_it(wide):
+    class Quantised(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 256), Quantised(256, 256), torch.nn.Linear(8, 8), torch.nn.Linear(256, 256)
+    )
+    own = model[3].forward = lambda x: x
+    model.append(torch.nn.Linear(256, 256, dtype=torch.bfloat16))
+    fast = FastLinears(model, True)
+    with fast.use():
+        assert forwards(model) == [model[0], model[3]] and model[3].forward is own
+    assert forwards(model) == [model[3]]
+
+
+def test_changed_weights_are_read_anew():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    fast, x = FastLinears(model, True), torch.randn(3, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def equal():
+        with torch.inference_mode(), fast.use():
+            found = model(x)
+        torch.testing.assert_close(found, model(x).detach(), atol=2e-5, rtol=0)
+
+    equal()
+    packed = fast._packed[model[0]][1]
+    equal()
+    assert fast._packed[model[0]][1] is packed  # unchanged weights are not packed again
+    model(x).square().sum().backward()
+    optimizer.step()
+    equal()
+    model.load_state_dict({name: -value for name, value in model.state_dict().items()})
+    equal()
+    model[0].weight.data = torch.randn(256, 256) / 16
+    equal()
+
+
+def test_gradients_take_the_layers_own_forward():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    with FastLinears(model, True).use():
+        model(torch.randn(2, 256)).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+def test_copies_are_shared_and_go_with_their_users(wide):
+    head = make_head(wide)
+    one, other = PlainGenerator(wide, fast_linear=True), PseudoSpeculativeGenerator(wide, head, fast_linear=True)
+    one.generate([[1, 2]], 3)
+    other.generate([[1, 2]], 3)
+    assert one._fast[0] is other._fast[0]
+    gc.collect()
+    assert cpu_linear._SHARED[wide.model]() is one._fast[0]
+    del one, other
+    gc.collect()
+    assert cpu_linear._SHARED[wide.model]() is None
+
+
+def test_auto_copies_only_into_free_memory(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    need = 2 * 4 * 256 * 256
+    for free, pack in ((need, True), (need - 1, False), (0, False)):
+        monkeypatch.setattr(cpu_linear, "free_memory", lambda free=free: free)
+        assert FastLinears.shared(model, "auto").pack is pack
+    assert FastLinears.shared(model, True).pack
+    assert FastLinears.shared(model, False) is None
+    assert FastLinears.shared(torch.nn.Sequential(torch.nn.Linear(8, 8)), "auto") is None
+    monkeypatch.setattr(cpu_linear, "available", lambda: False)
+    assert FastLinears.shared(model, True) is None
+    monkeypatch.undo()
+    assert cpu_linear.free_memory() > 1 << 20
+
+
+def test_unknown_switch(wide):
+    with pytest.raises(DecodingError, match="fast_linear must be \"auto\", True or False, found 'packed'"):
+        PlainGenerator(wide, fast_linear="packed")
