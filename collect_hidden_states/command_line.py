@@ -117,7 +117,8 @@ def _run(args: argparse.Namespace, open_back_end: Callable[[argparse.Namespace],
     )
     print(data.header())
     if args.estimate:
-        print("\n".join(estimate(back_end, data.rows, args.output_dir, args.dtype, worker).lines()))
+        shard_bytes = int(args.shard_mib * 2**20)
+        print("\n".join(estimate(back_end, data.rows, args.output_dir, args.dtype, worker, shard_bytes).lines()))
         return 0
     bar: ProgressBar | None = None
 

@@ -17,6 +17,7 @@ from modelopt_eagle.features.batch import FeatureContract, FeatureRow
 from modelopt_eagle.features.compute import compute_features, compute_rows, finish_row, length_batches
 from modelopt_eagle.features.pictures import refuse_images
 from modelopt_eagle.features.store import SHARD_BYTES, StoreWriter, bytes_per_token, dataset_hash
+from modelopt_eagle.features.store.sharing import PrefixIndex
 
 
 class BackEnd(Protocol):
@@ -121,6 +122,7 @@ class Estimate:
 
     Attributes:
         rows, tokens: of this worker, still to be made.
+        shared: tokens whose aux states another row of the same shard gives.
         bytes: on disk.
         free: bytes free where the store lies.
         seconds: of the target; None where the back end cannot be timed.
@@ -128,6 +130,7 @@ class Estimate:
 
     rows: int
     tokens: int
+    shared: int
     bytes: int
     free: int
     seconds: float | None
@@ -137,7 +140,7 @@ class Estimate:
         hours = "not measured by this back end" if self.seconds is None else _duration(self.seconds)
         lines = [
             f"rows    {self.rows:,} to make",
-            f"tokens  {self.tokens:,}",
+            f"tokens  {self.tokens:,}, {self.shared:,} of them in prefixes that are stored once",
             f"disk    {self.bytes / 2**30:,.3f} GiB, {self.free / 2**30:,.1f} GiB free",
             f"time    {hours}",
         ]
@@ -156,18 +159,39 @@ def rows_to_make(rows: Sequence, done: set[int], worker: tuple[int, int]) -> lis
     return [i for i in range(index, len(rows), count) if i not in done]
 
 
-def estimate(back_end: BackEnd, rows: Sequence, folder: Path, dtype: str, worker: tuple[int, int]) -> Estimate:
+def shared_tokens(rows: Sequence, contract: FeatureContract, shard_bytes: int = SHARD_BYTES) -> int:
+    """Tokens in prefixes that rows have in common with an earlier one of their shard, if they are written in order."""
+    index, pending, shared = PrefixIndex(), 0.0, 0
+    for row in rows:
+        length = index.add(torch.as_tensor(row.input_ids, dtype=torch.int32))[1]
+        tokens, supervised = len(row.input_ids), sum(row.supervised)
+        shared += length
+        pending += tokens * bytes_per_token(contract, supervised / max(tokens, 1), length / max(tokens, 1))
+        if pending >= shard_bytes:
+            index, pending = PrefixIndex(), 0.0
+    return shared
+
+
+def estimate(
+    back_end: BackEnd,
+    rows: Sequence,
+    folder: Path,
+    dtype: str,
+    worker: tuple[int, int],
+    shard_bytes: int = SHARD_BYTES,
+) -> Estimate:
     """Bytes, time and disk of a dump that nothing has been written of.
 
     Args:
         back_end: what will make the rows; timed on a few if it can be.
         rows: the whole tokenised data set.
-        folder, dtype, worker: as for :func:`dump`.
+        folder, dtype, worker, shard_bytes: as for :func:`dump`.
     """
     mine = [rows[i] for i in rows_to_make(rows, set(), worker)]
     tokens = sum(len(row.input_ids) for row in mine)
     supervised = sum(sum(row.supervised) for row in mine)
     contract = replace(back_end.contract, dtype=dtype)
+    shared = shared_tokens(mine, contract, shard_bytes)
     rate = back_end.tokens_per_second(mine) if mine and hasattr(back_end, "tokens_per_second") else None
     place = folder.resolve()
     while not place.exists():
@@ -175,7 +199,8 @@ def estimate(back_end: BackEnd, rows: Sequence, folder: Path, dtype: str, worker
     return Estimate(
         rows=len(mine),
         tokens=tokens,
-        bytes=round(tokens * bytes_per_token(contract, supervised / max(tokens, 1))),
+        shared=shared,
+        bytes=round(tokens * bytes_per_token(contract, supervised / max(tokens, 1), shared / max(tokens, 1))),
         free=shutil.disk_usage(place).free,
         seconds=tokens / rate if rate else None,
     )
@@ -243,6 +268,8 @@ def dump(
 
 def import_rows(source, folder: str | Path, dtype: str, progress: Callable[[], None] | None = None) -> int:
     """Write the rows of a source into a store; goes on where an earlier call stopped. Returns the rows written now.
+
+    Rows come in the order of the data set, so that the turns of a conversation share their prefixes in one shard.
 
     Args:
         source: an ``OfflineSource`` of any reader.

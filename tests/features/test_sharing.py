@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features import FeatureRow, OfflineSource, predicting_positions
-from modelopt_eagle.features.store import StoreReader, StoreWriter, files, maintenance
+from modelopt_eagle.features.dump import shared_tokens
+from modelopt_eagle.features.store import StoreReader, StoreWriter, bytes_per_token, files, maintenance
 from modelopt_eagle.features.store.codec import restore, widen_e4m3
 from modelopt_eagle.features.store.sharing import BLOCK, PrefixIndex, agreeing
 from tests.features.rows import LAYERS, WIDTH, contract
@@ -180,6 +181,17 @@ def test_inspect_says_what_is_saved(tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("prefixes"))
     assert f"{summary.shared:,} tokens ({summary.shared / summary.tokens:.1%})" in line
     assert f"{summary.saved_bytes:,} bytes saved" in line
+
+
+def test_the_estimate_counts_what_is_shared(tmp_path):
+    rows = conversations()
+    write(tmp_path, rows)
+    summary = maintenance.summarise(tmp_path)
+    assert shared_tokens(rows, contract()) == summary.shared
+    assert 0 < shared_tokens(rows, contract(), shard_bytes=12000) < summary.shared
+    share = summary.supervised / summary.tokens
+    size = summary.tokens * bytes_per_token(contract(), share, summary.shared / summary.tokens)
+    assert 0.6 < size / summary.bytes < 1  # rows this short keep many neighbours of supervised tokens
 
 
 def test_index_finds_the_longest_prefix_by_blocks():
