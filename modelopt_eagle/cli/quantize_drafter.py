@@ -21,7 +21,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--format", required=True, choices=("fp8", "nvfp4", "int8"), help="number format of the weights"
     )
     parser.add_argument(
-        "--calib_data", required=True, type=Path, help="conversations (.jsonl), or a folder of stored features"
+        "--calib_data",
+        required=True,
+        help="conversations (.jsonl, quickstart: those shipped), or a folder of stored features",
     )
     parser.add_argument(
         "--export_path", required=True, type=Path, help="folder to make; it appears whole or not at all"
@@ -50,15 +52,17 @@ def calibration_batches(arguments: argparse.Namespace, target, aux_layer_ids: tu
     from modelopt_eagle.features.offline import OfflineSource
     from modelopt_eagle.features.source import OnlineSource
 
-    if arguments.calib_data.is_dir():
+    if Path(arguments.calib_data).is_dir():
         source = OfflineSource(arguments.calib_data, final_norm=target.final_norm, head=target.head)
     else:
-        from modelopt_eagle.data import read_conversations, tokenize_conversations
+        from modelopt_eagle.data import prepare_dataset
 
-        conversations = read_conversations(arguments.calib_data)
-        conversations.rows[:] = conversations.rows[: arguments.calib_samples]
-        dataset = tokenize_conversations(
-            target.tokenizer, conversations, max_length=arguments.calib_length, vision=target.vision
+        dataset = prepare_dataset(
+            target.tokenizer,
+            arguments.calib_data,
+            max_rows=arguments.calib_samples,
+            max_length=arguments.calib_length,
+            vision=target.vision,
         )
         source = OnlineSource(target, dataset, aux_layer_ids)
     wanted = arguments.calib_samples
@@ -77,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("calib_samples", "calib_length", "steps", "num_samples", "max_new_tokens"):
         if getattr(arguments, name) < 1:
             raise ExportError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
+    if not 0 <= arguments.max_drop < 1:
+        raise ExportError(f"--max_drop is a share such as 0.02, at least 0 and below 1, found {arguments.max_drop}")
     from modelopt_eagle.cli._reading import read_options
     from modelopt_eagle.cli.ar_validate import own_target
     from modelopt_eagle.data.prompts import load_prompts
@@ -116,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"size               {report.bytes_before / 1e6:.1f} MB before, {report.bytes_after / 1e6:.1f} MB after")
     print(
         f"acceptance length  {report.acceptance_before:.3f} before, {report.acceptance_after:.3f} after "
-        f"({-report.drop:+.1%})"
+        f"({0 - report.drop:+.1%})"
     )
     print(f"exported           {report.path}")
     for need in report.needs:

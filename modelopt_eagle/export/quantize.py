@@ -16,6 +16,7 @@ from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import ExportError, require_extra
 
 from .card import model_card
+from .embedding import table_of, without_copy
 from .engine_quant import quant_reasons
 from .engine_versions import needed_version
 from .engines import PROFILES, engine_notes
@@ -24,7 +25,7 @@ from .names import file_tensors
 from .quant_formats import BLOCK, FORMATS, QuantizedLinear, engine_config, pack, unpack
 from .universal import parse_dtype, universal_config
 from .weights import read_json, read_tensors
-from .writer import target_identity, with_target, write_folder
+from .writer import rebuilt, target_identity, with_target, write_folder
 
 EXCLUDED = ["lm_head"]
 """Modules that stay as they are. Engines match these as parts of names, so anything longer would hide layers."""
@@ -205,7 +206,8 @@ def quantize_drafter(
     Raises:
         ExportError: the head lost more than ``max_drop``; or see :func:`calibrate`.
     """
-    config = with_target(module.config, target)
+    module = without_copy(rebuilt(module, with_target(module.config, target)), table_of(target))
+    config = module.config
     dtype = parse_dtype(dtype) or module.fc.weight.dtype
     ranges = calibrate(module, form, run)
     after_module, packed = quantized_module(module, ranges, form)

@@ -15,7 +15,7 @@ from modelopt_eagle.features.batch import FeatureBatch
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import rollout
 
-from .conftest import LATENT, build_head
+from .conftest import LATENT, build_head, stand_in_tables
 
 STEP = {"fp8": 2.0**-4, "nvfp4": 0.25, "int8": 1 / 254}
 """Largest relative rounding error: of the number itself (fp8), of the largest in a block (nvfp4) or row (int8)."""
@@ -146,6 +146,16 @@ def test_a_head_that_lost_too_much_is_not_exported(tmp_path, head):
     assert report.drop == pytest.approx(0.005) and "1.990 after" in (tmp_path / "out/README.md").read_text()
 
 
+def test_a_copy_of_the_targets_embedding_is_left_out(tmp_path):
+    head = build_head(own_embedding=True)
+    tables = stand_in_tables(head.config)
+    with torch.no_grad():
+        head.embed_tokens.weight.copy_(tables.embedding_weight)
+    report = quantize_drafter(head, tmp_path / "out", "fp8", calibration(head), target=tables)
+    assert "embed_tokens.weight" not in load_file(tmp_path / "out/model.safetensors")
+    assert not any("embedding" in note for note in report.notes) and head.config.own_embedding
+
+
 def test_bad_calibration_is_refused(head):
     with pytest.raises(ExportError, match="never reached"):
         calibrate(head, "fp8", lambda module: None)
@@ -170,16 +180,22 @@ def test_command_on_a_tiny_target(tmp_path, capsys):
                 {"role": "assistant", "content": "One, two, three."},
             ]
         }
-        for n in range(3)
+        for n in range(5)
     ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "a", "category": "all", "turns": ["Say something."]}))
     given = ["--model_path", tmp_path / "head", "--format", "int8", "--calib_data", tmp_path / "data.jsonl",
              "--export_path", tmp_path / "out", "--prompts", tmp_path / "prompts.jsonl", "--max_new_tokens", "8",
-             "--num_samples", "1",
+             "--num_samples", "1", "--calib_samples", "3",
              "--max_drop", "0.9"]  # fmt: skip
     assert run_command("quantize_drafter", [str(part) for part in given]) == 2
     assert "--base_model" in capsys.readouterr().err
     given += ["--base_model", tmp_path / "target"]
     assert run_command("quantize_drafter", [str(part) for part in given]) == 0
-    assert "before" in capsys.readouterr().out and (tmp_path / "out/hf_quant_config.json").is_file()
+    shown = capsys.readouterr().out
+    assert "on 3 rows, 8 layers to int8" in shown and "before" in shown
+    assert (tmp_path / "out/hf_quant_config.json").is_file()
+    assert "| all |" in (tmp_path / "out/README.md").read_text()  # measured after quantisation, by category
+    for option, value, message in (("--max_drop", "nan", "is a share"), ("--calib_samples", "0", "at least 1")):
+        assert run_command("quantize_drafter", [*map(str, given), option, value]) == 2
+        assert message in capsys.readouterr().err
