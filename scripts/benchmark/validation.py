@@ -7,8 +7,8 @@ answers in one run, which are the target's own and end where it ends them. ``PYT
 
     python3 -m venv DIR && DIR/bin/pip install torch==2.13.0 "transformers==5.12.*" nvidia-modelopt==0.47.0 accelerate requests
 
-Without it modelopt's rows are left out. Rates are answer tokens judged a second; contenders take turns by prompt, and
-modelopt judges ``--modelopt_prompts`` of them only, as it is slow. Generators count their prefill.
+Without it modelopt's rows are left out. Rates are answer tokens judged a second of processor time; modelopt judges
+``--modelopt_prompts`` of the prompts only, as it is slow. Generators count their prefill.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -40,23 +40,34 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Contender:
-    """Answers judged by one way of measuring; ``accepted`` counts each round's drafted tokens."""
+    """Answers judged by one way of measuring: seconds that passed, and seconds used on processors by all threads."""
 
     name: str
     tokens: int = 0
     rounds: int = 0
     seconds: float = 0.0
+    used: float = 0.0
     answers: list[list[int]] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
-        """Answer tokens a second."""
-        return self.tokens / self.seconds
+        """Answer tokens a second of the processors."""
+        return self.tokens / self.used
+
+    def stop(self, begun: tuple[float, float]) -> None:
+        """Add what passed since :func:`clocks` gave ``begun``."""
+        wall, used = clocks()
+        self.seconds, self.used = self.seconds + wall - begun[0], self.used + used - begun[1]
 
     @property
     def length(self) -> float:
         """Tokens a round."""
         return self.tokens / max(1, self.rounds)
+
+
+def clocks() -> tuple[float, float]:
+    """Seconds of the wall clock and of this process on its processors."""
+    return time.perf_counter(), time.process_time()
 
 
 def main() -> None:
@@ -88,13 +99,15 @@ def main() -> None:
         f"chain of {arguments.steps}; {package_commit()}; {torch.get_num_threads()} threads, torch {torch.__version__},"
         f" transformers {transformers.__version__}"
     )
-    cells = [("measured by", "tokens", "rounds", "tokens/round", "seconds", "tokens/s", "times modelopt")]
+    sums = ("tokens", "rounds", "tokens/round", "seconds", "processor s")
+    cells = [("measured by", *sums, "tokens/s", "times modelopt")]
     base = rows[0].rate if arguments.modelopt_python is not None else None
     for row in rows:
         times = "" if base is None else f"{row.rate / base:.1f}"
         cells.append((row.name, str(row.tokens), str(row.rounds), f"{row.length:.3f}", f"{row.seconds:.2f}",
-                      f"{row.rate:.2f}", times))  # fmt: skip
+                      f"{row.used:.2f}", f"{row.rate:.2f}", times))  # fmt: skip
     print(format_table(cells))
+    print("tokens/s: answer tokens judged a second of processor time, which other work on the machine changes little")
     if arguments.output is not None:
         data = [{**{k: v for k, v in vars(row).items() if k != "answers"}, "rate": row.rate} for row in rows]
         arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -140,10 +153,11 @@ def modelopt_rows(prompts, arguments) -> list[Contender]:
     name = f"modelopt {found['modelopt']}"
     whole, alone = Contender(f"{name}, validate()"), Contender(f"{name}, its text given")
     for row in found["rows"]:
-        for contender, seconds in ((whole, row["text_seconds"] + row["round_seconds"]), (alone, row["round_seconds"])):
+        for contender, spans in ((whole, (row["text"], row["rounds_alone"])), (alone, (row["rounds_alone"],))):
             contender.tokens += len(row["tokens"])
             contender.rounds += row["rounds"]
-            contender.seconds += seconds
+            contender.seconds += sum(wall for wall, _ in spans)
+            contender.used += sum(used for _, used in spans)
             contender.answers.append(row["tokens"])
     return [whole, alone]
 
@@ -156,9 +170,9 @@ def generated(target, head, prompts, arguments, batch_size: int) -> Contender:
     generator.generate(prompts[:1], 8)  # warm
     contender = Contender(f"generator, batch {batch_size}")
     for start in range(0, len(prompts), batch_size):
-        begun = time.perf_counter()
+        begun = clocks()
         output = generator.generate(prompts[start : start + batch_size], arguments.max_new_tokens)
-        contender.seconds += time.perf_counter() - begun
+        contender.stop(begun)
         contender.tokens += sum(map(len, output.tokens))
         contender.rounds += output.steps
         contender.answers += output.tokens
@@ -178,14 +192,14 @@ def walked(target, head, prompts, answers, steps: int, batch_size: int) -> Conte
     contender = Contender(f"walk, batch {batch_size}")
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
-        begun = time.perf_counter()
+        begun = clocks()
         source = OnlineSource(target, part, head.config.aux_layer_ids)
         batch = source.load(range(len(part)))
         walk = acceptance_walk(
             head, head.embed(batch.input_ids, target.embedding), batch.aux_hidden, batch.supervised,
             batch.target_top1, steps, batch.document_ids,
         )  # fmt: skip
-        contender.seconds += time.perf_counter() - begun
+        contender.stop(begun)
         contender.tokens += sum(map(len, answers[start : start + batch_size]))
         contender.rounds += walk.steps
     return contender
