@@ -102,6 +102,7 @@ class PseudoSpeculativeGenerator:
         stop_strings: Sequence[str] = (),
         seed: int | None = None,
         on_tokens: StreamCallback | None = None,
+        images: dict[str, Tensor] | None = None,
     ) -> GenerationOutput:
         """Answer a batch of prompts, which may differ in length and stop at different times.
 
@@ -116,6 +117,8 @@ class PseudoSpeculativeGenerator:
             stop_strings: an answer ends with the token that completes one of these.
             seed: makes sampling repeatable; each request has its own stream, whatever batch it stands in.
             on_tokens: called as ``on_tokens(request, new_tokens, finish_reason)`` after every step.
+            images: what ``Target.vision.inputs`` made of the images of the prompt, which is then the only one and holds
+                the expanded placeholders.
 
         Returns:
             :class:`GenerationOutput`.
@@ -129,6 +132,8 @@ class PseudoSpeculativeGenerator:
         )
         if self.max_batch is not None and len(requests) > self.max_batch:
             raise DecodingError(f"{len(requests)} requests, but there are {self.max_batch} slots: raise max_batch")
+        if images is not None and len(requests) > 1:
+            raise DecodingError(f"a prompt with images is answered alone, found {len(requests)} prompts: one a call")
         if isinstance(stop_strings, str):
             raise DecodingError(f"stop_strings is a list of texts: pass [{stop_strings!r}]")
         rule = StopRule(end_token_ids(self.target, eos_token_id), stop_strings, self.target.tokenizer)
@@ -140,7 +145,7 @@ class PseudoSpeculativeGenerator:
                 stack.enter_context(fast.use())
             rounds = stack.enter_context(self._rounds(len(requests), capacity, timings, graphs))
             run = _Run(requests, rule, on_tokens)
-            run.emit(requests, *rounds.prefill(requests))
+            run.emit(requests, *rounds.prefill(requests, images))
             rounds.keep(run.drop_finished())
             while run.active:
                 run.emit(run.active, *rounds.step(run.active))

@@ -41,14 +41,14 @@ class Rounds:
     def __exit__(self, *exception) -> None:
         self._stack.close()
 
-    def prefill(self, requests: list[Request]) -> tuple[list[list[int]], list[None]]:
-        """Read all prompts and give each its first token."""
+    def prefill(self, requests: list[Request], images=None) -> tuple[list[list[int]], list[None]]:
+        """Read all prompts, one of them if it has ``images``, and give each its first token."""
         begun = time.perf_counter()
         self.lengths = [len(request.prompt) for request in requests]
         longest = max(self.lengths)
         padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
         tokens = torch.tensor(padded, device=self.target.device)  # [B,P]
-        logits, aux = self.runner.prefill(tokens, self.lengths)  # [B,V], [B,P,A*Ht]
+        logits, aux = self.runner.prefill(tokens, self.lengths, images)  # [B,V], [B,P,A*Ht]
         first = first_tokens(logits, requests)  # [B]
         self.after_prefill(tokens, aux, first)
         self.timings.prefill += time.perf_counter() - begun

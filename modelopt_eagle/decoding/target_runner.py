@@ -43,6 +43,7 @@ class TargetRunner:
         self.kinds = attention_kinds(target.config)
         self.cache = RowCache(target.num_layers, capacity, alike=len(self.kinds) == 1)
         self.num_nodes, self.buffer = num_nodes, None
+        self.shift = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> TargetRunner:
@@ -53,12 +54,16 @@ class TargetRunner:
     def __exit__(self, *exception) -> None:
         self._stack.close()
 
-    def prefill(self, tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+    def prefill(
+        self, tokens: Tensor, lengths: list[int], images: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Read prompts padded on the right.
 
         Args:
             tokens: ``[B, P]`` int64. Padding comes after all real tokens, so the causal mask hides it.
             lengths: B real lengths.
+            images: what ``Target.vision`` made of the images of a single prompt. The model then gives the tokens their
+                positions, and ``shift`` is by how much those behind the prompt are less than their places (M-RoPE).
 
         Returns:
             logits ``[B, V]`` after each prompt's last token, and the captured features ``[B, P, A·Ht]``.
@@ -74,7 +79,19 @@ class TargetRunner:
         positions = torch.arange(count, device=tokens.device).expand(batch, -1)  # [B,P]
         chosen = last.unique()  # [u]
         more = {"logits_to_keep": chosen} if self._keeps_logits else {}
-        logits, aux = self._forward(tokens, [0] * batch, None, positions, more)  # [B,u,V] or [B,P,V]
+        if images is None:
+            logits, aux = self._forward(tokens, [0] * batch, None, positions, more)  # [B,u,V] or [B,P,V]
+        else:
+            more |= self.target.image_arguments(images)
+            seen: list = []
+            hook = self.target.parts.backbone.register_forward_pre_hook(
+                lambda module, given, named: seen.append(named.get("position_ids")), with_kwargs=True
+            )
+            try:
+                logits, aux = self._forward(tokens, [0] * batch, None, None, more, next_input=True)
+            finally:
+                hook.remove()
+            self.shift = 0 if seen[-1] is None else int(seen[-1].max()) + 1 - count
         place = torch.searchsorted(chosen, last) if self._keeps_logits else last  # [B]
         return logits[torch.arange(batch, device=tokens.device), place], aux
 
@@ -92,20 +109,22 @@ class TargetRunner:
         """
         batch, count = tokens.shape
         if len(set(lengths)) == 1:
-            positions = (depths + lengths[0]).expand(batch, -1)  # [B,N]
+            positions = (depths + (lengths[0] + self.shift)).expand(batch, -1)  # [B,N]
             if count == 1 and self.kinds == {"full_attention": None}:  # a single token sees everything
                 return self._forward(tokens, lengths, None, positions, {})
         else:
-            positions = depths + torch.tensor(lengths, device=tokens.device)[:, None]  # [B,N]
+            positions = depths + (torch.tensor(lengths, device=tokens.device) + self.shift)[:, None]  # [B,N]
         masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype)
         return self._forward(tokens, lengths, masks, positions, {})
 
-    def _forward(self, tokens, lengths, masks, positions, more) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, tokens, lengths, masks, positions, more, next_input=False) -> tuple[Tensor, Tensor | None]:
         with ExitStack() as stack:
             stack.enter_context(self.cache.writing(lengths, tokens.shape[1], tokens.device))
             captured = None
             if self.buffer is not None:
-                captured = stack.enter_context(self.target.capture(self.aux_layer_ids, into=self.buffer))
+                captured = stack.enter_context(
+                    self.target.capture(self.aux_layer_ids, into=self.buffer, next_input=next_input)
+                )
             output = self.model(
                 input_ids=tokens,
                 attention_mask=masks,

@@ -92,20 +92,28 @@ class Target:
         """EAGLE-3's three layers of this target; see ``capture.default_layer_ids``. TargetError below 6 layers."""
         return default_layer_ids(self.num_layers)
 
-    def capture(self, aux_layer_ids: Sequence[int] | None = None, *, gradient: bool = False, into=None) -> LayerCapture:
+    def capture(
+        self,
+        aux_layer_ids: Sequence[int] | None = None,
+        *,
+        gradient: bool = False,
+        into=None,
+        next_input: bool = False,
+    ) -> LayerCapture:
         """Hooks as a context manager: each forward of the model inside fills ``.aux_hidden`` [B, S, A·Ht].
 
         Args:
             aux_layer_ids: ids of the captured layers; None: the default three.
             gradient: keep the values in the graph.
             into: a ``CaptureBuffer`` that takes the values, see :class:`LayerCapture`.
+            next_input: what the next layer gets, for passes over images, see :class:`LayerCapture`.
 
         Raises:
             TargetError: ids repeated or out of range; no ids and fewer than 6 layers.
         """
         ids = self.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
         ids = check_layer_ids(ids, self.num_layers)
-        return LayerCapture(self.parts.backbone, self.layers, ids, self.hidden_size, gradient, into)
+        return LayerCapture(self.parts.backbone, self.layers, ids, self.hidden_size, gradient, into, next_input)
 
     def features(
         self,
@@ -143,23 +151,25 @@ class Target:
             final_hidden = self._run_backbone(arguments)  # [B,S,Ht]
         return TargetOutput(captured.aux_hidden.to(final_hidden.device), final_hidden)
 
-    def _features_with_images(self, input_ids, images, aux_layer_ids, gradient: bool) -> TargetOutput:
-        """Features of rows of one length without padding, by the whole model; its head runs on the last token only."""
+    def image_arguments(self, images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of the tensors that ``vision.inputs`` made that the model's forward takes, on its device."""
         known = inspect.signature(self.model.forward).parameters
-        arguments = {
+        return {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None)
             for name, value in images.items()
             if name in known
         }
-        arguments |= {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+
+    def _features_with_images(self, input_ids, images, aux_layer_ids, gradient: bool) -> TargetOutput:
+        """Features of rows of one length without padding, by the whole model; its head runs on the last token only."""
+        arguments = self.image_arguments(images)
+        arguments |= (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        )
         input_ids = input_ids.to(self.device)
-        ids = self.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
-        ids = check_layer_ids(ids, self.num_layers)
         outputs: list[torch.Tensor] = []
         handle = self.parts.backbone.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
-        capture = LayerCapture(
-            self.parts.backbone, self.layers, ids, self.hidden_size, gradient, next_input=True
-        )
+        capture = self.capture(aux_layer_ids, gradient=gradient, next_input=True)
         try:
             with torch.set_grad_enabled(gradient), capture as captured:
                 self.model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False, **arguments)
