@@ -177,6 +177,8 @@ def rope_reasons(data: dict[str, Any], config: DraftConfig, profile: EngineProfi
     kind = (config.rope_scaling or {}).get("rope_type")
     if config.decoder_type == "kimik2" and kind not in (None, "yarn"):
         reasons.append(f"takes every scaled rotary table of latent attention for yarn, this one is {kind}")
+    if profile is VLLM and config.decoder_type == "kimik2" and (config.rope_scaling or {}).get("truncate") is False:
+        reasons.append("rounds the bounds of YaRN in latent attention, the head was trained with truncate false")
     if base != config.rope_theta:
         reasons.append(f"takes the rotary base {base:g}, the head was trained with {config.rope_theta:g}")
     if (scaling or None) != (config.rope_scaling or None):

@@ -56,6 +56,9 @@ SOME = [
     ({**LATENT, "norm_output": True}, {"vllm": None, "sglang": None, "tensorrt_llm": None}),
     ({**LATENT, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
      {"vllm": "for yarn", "sglang": "for yarn", "tensorrt_llm": "for yarn"}),
+    ({**LATENT, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512,
+                                 "truncate": False}},
+     {"vllm": "rounds the bounds of YaRN"}),
     ({**LATENT, "norm_before_fc": True}, {"vllm": "norm_before_fc", "sglang": "norm_before_fc", "tensorrt_llm": None}),
 ]  # fmt: skip
 
