@@ -57,6 +57,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of target and head")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     parser.add_argument(
+        "--cuda-graph",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="replay the draft loop from a CUDA graph: on CUDA (auto, the default), on or an error, off",
+    )
+    parser.add_argument(
         "--chat_template", help="a Jinja chat template or a file with one, in place of the target's own"
     )
     parser.add_argument(
@@ -75,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     from modelopt_eagle.data import ProgressBar, load_prompts
+    from modelopt_eagle.decoding.recorder import graph_switch
     from modelopt_eagle.validation import measure_acceptance
     from modelopt_eagle.validation.dialogues import first_turn
     from modelopt_eagle.validation.sweep import sweep, sweep_table
@@ -82,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     source = arguments.prompts or arguments.dataset or "quickstart"
     prompts = load_prompts(source, arguments.num_samples)
     target, module = load_pair(arguments)
+    cuda_graph = graph_switch(arguments.cuda_graph)
     print(f"target {target.name}, head {arguments.model_path}, {len(prompts)} prompts of {_source_name(source)}")
     print(f"first prompt as the target sees it:\n{target.tokenizer.decode(first_turn(target, prompts[0]))}\n")
     bar = ProgressBar(len(prompts), "validate", "prompts")
@@ -100,10 +108,13 @@ def main(argv: list[str] | None = None) -> int:
         speedup_prompts=arguments.speedup_prompts,
         seed=arguments.seed,
         on_batch=bar.advance,
+        cuda_graph=cuda_graph,
     )
     print(report.table())
     if arguments.sweep:
-        report.sweep = sweep(target, module, prompts, num_prompts=max(1, arguments.speedup_prompts))
+        report.sweep = sweep(
+            target, module, prompts, num_prompts=max(1, arguments.speedup_prompts), cuda_graph=cuda_graph
+        )
         print("\n" + sweep_table(report.sweep))
     print(f"wrote {report.write_json(arguments.output)}")
     if arguments.html is not None:

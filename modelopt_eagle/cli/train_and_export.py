@@ -87,6 +87,7 @@ def validate(recipe: Recipe, result) -> dict:
         the content of ``acceptance.json``.
     """
     from modelopt_eagle.data import ProgressBar, load_prompts
+    from modelopt_eagle.decoding.recorder import graph_switch
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.adapter import merge_adapter
@@ -124,6 +125,7 @@ def validate(recipe: Recipe, result) -> dict:
         speedup_prompts=section.speedup_prompts,
         seed=section.seed,
         on_batch=bar.advance,
+        cuda_graph=graph_switch(section.cuda_graph),
     )
     print(report.table())
     report.write_json(file)

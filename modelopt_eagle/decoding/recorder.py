@@ -83,6 +83,11 @@ class CudaGraphRecorder:
         return replay
 
 
+def graph_switch(word: str) -> str | bool:
+    """The switch of :func:`choose_recorder` from the word of a command line or recipe: auto, on or off."""
+    return {"on": True, "off": False}.get(word, word)
+
+
 def choose_recorder(switch: str | bool, device: torch.device) -> Recorder | None:
     """The recorder of a draft loop on ``device``: CUDA graphs, or ``None`` for running it call by call.
 

@@ -38,6 +38,10 @@ class ValidationSection(Section):
     speedup_prompts: Annotated[int, Field(ge=0)] = Field(
         8, description="Prompts on which the wall-clock speed-up over plain decoding is measured; 0: not measured."
     )
+    cuda_graph: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Replay the draft loop from a CUDA graph: auto (on CUDA), on (an error elsewhere), or off.",
+    )
     ar_lower_bound: Annotated[float, Field(ge=1)] | None = Field(
         None, description="Exit with an error if the acceptance length is lower."
     )

@@ -37,6 +37,7 @@ def measure_acceptance(
     speedup_prompts: int = 8,
     seed: int = 0,
     on_batch: Callable[[int], None] | None = None,
+    cuda_graph: str | bool = "auto",
 ) -> AcceptanceReport:
     """Answer prompts greedily with draft and verification, and count what was accepted.
 
@@ -53,6 +54,7 @@ def measure_acceptance(
         speedup_prompts: prompts on which the speed-up over plain decoding is timed, one at a time; 0: not timed.
         seed: of the bootstrap.
         on_batch: called with the number of prompts that a batch finished.
+        cuda_graph: see ``PseudoSpeculativeGenerator``.
 
     Returns:
         :class:`AcceptanceReport`.
@@ -64,7 +66,9 @@ def measure_acceptance(
     prompts = as_prompts(prompts)
     if not prompts:
         raise DataError("no prompts to validate on")
-    generator = PseudoSpeculativeGenerator(target, module, mode, num_steps, topk=topk, depth=depth, num_nodes=num_nodes)
+    generator = PseudoSpeculativeGenerator(
+        target, module, mode, num_steps, topk=topk, depth=depth, num_nodes=num_nodes, cuda_graph=cuda_graph
+    )
     dialogues = answer_dialogues(
         generator,
         prompts,

@@ -32,6 +32,7 @@ def sweep(
     plans: Sequence[DraftPlan] | None = None,
     num_prompts: int = 8,
     max_new_tokens: int = 64,
+    cuda_graph: str | bool = "auto",
 ) -> list[dict]:
     """Time every plan on the same prompts, one request at a time, in turns.
 
@@ -42,6 +43,7 @@ def sweep(
         plans: what to try; ``None``: :func:`sweep_plans`.
         num_prompts: prompts timed.
         max_new_tokens: limit of an answer.
+        cuda_graph: see ``PseudoSpeculativeGenerator``.
 
     Returns:
         A row a plan, the fastest first: ``mode``, ``num_steps`` or ``topk``, ``depth`` and ``num_nodes``,
@@ -52,9 +54,11 @@ def sweep(
     """
     plans = sweep_plans(module.config.draft_vocab_size) if plans is None else plans
     generators = [
-        PseudoSpeculativeGenerator(target, module, "tree", topk=plan.topk, depth=plan.depth, num_nodes=plan.num_nodes)
+        PseudoSpeculativeGenerator(
+            target, module, "tree", topk=plan.topk, depth=plan.depth, num_nodes=plan.num_nodes, cuda_graph=cuda_graph
+        )
         if plan.is_tree
-        else PseudoSpeculativeGenerator(target, module, "chain", plan.depth)
+        else PseudoSpeculativeGenerator(target, module, "chain", plan.depth, cuda_graph=cuda_graph)
         for plan in plans
     ]
     speeds = time_generators(generators, prompts, num_prompts, max_new_tokens)

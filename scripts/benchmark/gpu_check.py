@@ -1,19 +1,24 @@
 """One command for a CUDA machine: every kernel against its reference, then its time against its floor.
 
     python scripts/benchmark/gpu_check.py [--cases 40] [--json report.json]
+    python scripts/benchmark/gpu_check.py --dry_run        # without a GPU: the same steps with the references
 
 Steps, each of which reports and lets the next one run: random cases of every operation (``kernels/parity.py``), large
-batches that would show a race, a CUDA graph that is replayed on new inputs, and the table of ``kernels.py`` with its
-targets: build plus verify under 20 us for batch 8 and 64 nodes, relocation at 70 % of the copy bandwidth.
+batches that would show a race, a CUDA graph that is replayed on new inputs, the draft loop with and without its graph
+(same text, same acceptance, milliseconds a round of both), and the table of ``kernels.py`` with its targets: build plus
+verify under 20 us for batch 8 and 64 nodes, relocation at 70 % of the copy bandwidth.
 
-Exit codes: 0 all right, 1 a kernel fails or differs, 3 no CUDA device here, 4 correct but a speed target is missed.
+Exit codes: 0 all right, 1 a kernel fails or differs, 3 no CUDA device here (also of a dry run in which every step ran),
+4 correct but a speed target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,108 +31,208 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import kernels as benchmark  # noqa: E402  (scripts/benchmark/kernels.py)
 
 from modelopt_eagle import kernels  # noqa: E402
+from modelopt_eagle.decoding import PseudoSpeculativeGenerator  # noqa: E402
+from modelopt_eagle.decoding.draft_graphs import DraftGraphs  # noqa: E402
+from modelopt_eagle.decoding.draft_loop import DraftLoop  # noqa: E402
+from modelopt_eagle.draft import DraftConfig, EagleModule  # noqa: E402
 from modelopt_eagle.kernels import parity  # noqa: E402
+from modelopt_eagle.target.model import Target  # noqa: E402
+from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
 
 OK, WRONG, NO_CUDA, SLOW = 0, 1, 3, 4
+VERDICTS = {
+    OK: "all right",
+    WRONG: "a step failed or differs",
+    NO_CUDA: "every step ran on the CPU with the references; no kernel and no graph was checked",
+    SLOW: "correct, a target missed",
+}
 BUILD_AND_VERIFY_SECONDS, RELOCATION_SHARE = 20e-6, 0.70
 
 
-def random_cases(count: int) -> dict[str, list[str]]:
-    """Failures of every operation over ``count`` random cases on the GPU."""
+def random_cases(count: int, device: str) -> dict[str, list[str]]:
+    """Failures of every operation over ``count`` random cases on the device."""
     failures: dict[str, list[str]] = {}
     for name in parity.CHECKS:
-        failures.update(parity.run_checks("cuda", "triton", count, names=[name]))
+        failures.update(parity.run_checks(device, kernel_backend(device), count, names=[name]))
         print(f"  {name:20} {count - len(failures[name])} of {count} cases equal", flush=True)
         for line in failures[name][:2]:
             print(f"    {line}")
     return failures
 
 
-def large_trees() -> None:
+def kernel_backend(device: str) -> str:
+    """What is checked against the references: the kernels, or in a dry run the references themselves."""
+    return "triton" if device == "cuda" else "reference"
+
+
+def large_trees(device: str) -> None:
     """Trees of 1025 nodes in a batch of 64, twenty times: threads of one program read what others wrote."""
-    history = [part.cuda() for part in parity.Cases(1, "cpu").history(64, 11, 10)]
+    batch, turns = (64, 20) if device == "cuda" else (4, 1)
+    history = [part.to(device) for part in parity.Cases(1, "cpu").history(batch, 11, 10)]
     expected = kernels.build_tree(*history, 1025, 11, backend="reference")
     predict = torch.where(
         expected.first_child >= 0, expected.tokens.gather(1, expected.first_child.clamp(min=0).long()), 0
     )
     path = kernels.verify_greedy(expected, predict, backend="reference")
-    for _ in range(20):
-        tree = kernels.build_tree(*history, 1025, 11, backend="triton", debug=False)
+    for _ in range(turns):
+        tree = kernels.build_tree(*history, 1025, 11, backend=kernel_backend(device), debug=False)
         for field in ("flat_ids", "tokens", "parents", "depths", "mask", "first_child", "next_sibling"):
             parity.compare(field, getattr(tree, field), getattr(expected, field))
-        accepted = kernels.verify_greedy(tree, predict, backend="triton")
+        accepted = kernels.verify_greedy(tree, predict, backend=kernel_backend(device))
         parity.compare("nodes", accepted.nodes, path.nodes)
 
 
-def large_moves() -> None:
+def large_moves(device: str) -> None:
     """Keys of 512 rows whose accepted paths overlap their destinations, and a mask of 64 requests, in place."""
     cases = parity.Cases(2, "cpu")
-    paths, counts = (part.cuda() for part in cases.accepted(512, 40, 24))
-    lengths = torch.arange(512, device="cuda") % 50
-    cache = torch.randn(512, 8, 96, 128, device="cuda", dtype=torch.bfloat16)
+    paths, counts = (part.to(device) for part in cases.accepted(512, 40, 24))
+    lengths = torch.arange(512, device=device) % 50
+    cache = torch.randn(512, 8, 96, 128, device=device, dtype=torch.bfloat16)
     other = cache.clone()
-    kernels.relocate_kv(cache, paths, counts, lengths, debug=True, backend="triton")
+    kernels.relocate_kv(cache, paths, counts, lengths, debug=True, backend=kernel_backend(device))
     kernels.relocate_kv(other, paths, counts, lengths, backend="reference")
     parity.compare("keys", cache, other)
-    buffer = torch.randint(-(2**31), 2**31 - 1, (64, 1025, 33), device="cuda", dtype=torch.int64).to(torch.int32)
-    twin, rows = buffer.clone(), torch.randint(0, 1026, (64,), device="cuda")
+    requests = 64 if device == "cuda" else 4
+    buffer = torch.randint(-(2**31), 2**31 - 1, (requests, 1025, 33), device=device, dtype=torch.int64).to(torch.int32)
+    twin, rows = buffer.clone(), torch.randint(0, 1026, (requests,), device=device)
     used = int(rows.sum())
-    tight = kernels.repack_mask(buffer, rows, 32, backend="triton")[:used]
+    tight = kernels.repack_mask(buffer, rows, 32, backend=kernel_backend(device))[:used]
     parity.compare("mask rows", tight, kernels.repack_mask(twin, rows, 32, backend="reference")[:used])
 
 
-def graph_replay() -> None:
+def graph_replay(device: str) -> None:
     """A captured build and verify must follow inputs that change in place."""
-    first, second = ([part.cuda() for part in parity.Cases(seed, "cpu").history(8, 10, 7)] for seed in (3, 4))
+    first, second = ([part.to(device) for part in parity.Cases(seed, "cpu").history(8, 10, 7)] for seed in (3, 4))
     second = [new.to(old.dtype) for new, old in zip(second, first, strict=True)]
     inputs = [part.clone() for part in first]
-    predict = torch.randint(0, 610, (8, 64), device="cuda", dtype=torch.int32)
+    predict = torch.randint(0, 610, (8, 64), device=device, dtype=torch.int32)
 
     def step(backend: str):
         tree = kernels.build_tree(*inputs, 64, 10, backend=backend)
         return tree, kernels.verify_greedy(tree, predict, backend=backend)
 
-    step("triton")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tree, accepted = step("triton")
+    if device == "cuda":
+        step("triton")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tree, accepted = step("triton")
     for history in (second, first):
         for place, part in zip(inputs, history, strict=True):
             place.copy_(part)
-        graph.replay()
-        torch.cuda.synchronize()
+        if device == "cuda":
+            graph.replay()
+            torch.cuda.synchronize()
+        else:
+            tree, accepted = step("reference")
         expected_tree, expected = step("reference")
         parity.compare("replayed flat ids", tree.flat_ids, expected_tree.flat_ids)
         parity.compare("replayed mask", tree.mask, expected_tree.mask)
         parity.compare("replayed nodes", accepted.nodes, expected.nodes)
 
 
-def compiled_step() -> None:
+def compiled_step(device: str) -> None:
     """torch.compile with its default backend takes build and verify as one graph."""
-    history = [part.cuda() for part in parity.Cases(5, "cpu").history(8, 10, 7)]
-    predict = torch.randint(0, 610, (8, 64), device="cuda", dtype=torch.int32)
+    history = [part.to(device) for part in parity.Cases(5, "cpu").history(8, 10, 7)]
+    predict = torch.randint(0, 610, (8, 64), device=device, dtype=torch.int32)
 
     def step(scores, tokens, parent_list):
         tree = kernels.build_tree(scores, tokens, parent_list, 64, 10)
         return kernels.verify_greedy(tree, predict).nodes
 
-    parity.compare("compiled nodes", torch.compile(step, fullgraph=True)(*history), step(*history))
+    compiler = "inductor" if device == "cuda" else "eager"
+    parity.compare("compiled nodes", torch.compile(step, fullgraph=True, backend=compiler)(*history), step(*history))
 
 
-def speed(report: dict) -> bool:
+SHAPES = {"chain 5": dict(num_steps=5), "tree 8,5,33": dict(mode="tree", topk=8, depth=5, num_nodes=33)}
+
+
+def draft_loop(device: str) -> dict[str, float]:
+    """Text and accepted drafts of the draft loop with a CUDA graph and without, and milliseconds of drafting a round.
+
+    The target has the layers of a small model; the head is untrained, so its drafts are seldom accepted, but they are
+    the same or not. In a dry run both sides run call by call, one of them over fixed shapes.
+    """
+    target = make_tiny_target(layers=8, hidden=1024 if device == "cuda" else 64, vocab=256, heads=8, kv_heads=4)
+    target = Target(target.model.to(device), target.tokenizer, name=target.name)
+    torch.manual_seed(0)
+    head = EagleModule(DraftConfig.from_target(target.config)).to(device).eval()
+    prompts = [[5, 9, 33, 70], [100, 3, 50, 60, 70, 80, 90], [7], [44, 45, 46, 47, 48, 49], [200, 13]]
+    limits = [48, 7, 30, 12, 21]  # rows leave the batch one by one
+    spent = {}
+    for name, shape in SHAPES.items():
+        graph, eager = (
+            PseudoSpeculativeGenerator(target, head, **shape, cuda_graph=switch) for switch in (device == "cuda", False)
+        )
+        if device != "cuda":
+            graph._recorder = Repeat()
+        for _ in range(2):  # the second time nothing is recorded
+            one, other = (generator.generate(prompts, limits, eos_token_id=[]) for generator in (graph, eager))
+            if one.tokens != other.tokens:
+                raise AssertionError(f"{name}: the text drafted by the graph differs")
+            if one.accepted_lengths != other.accepted_lengths:
+                raise AssertionError(f"{name}: the graph's drafts are accepted elsewhere")
+        for batch in (1, 8):
+            loops = {
+                "graph": DraftGraphs(head, target.embedding, graph.plan, graph._recorder).loop(batch, 512),
+                "eager": DraftLoop(head, target.embedding, graph.plan, batch, 512),
+            }
+            for label, loop in loops.items():
+                spent[f"{name}, batch {batch}, {label}"] = round_milliseconds(loop, graph.plan, head, batch)
+            fast, slow = (spent[f"{name}, batch {batch}, {label}"] for label in loops)
+            print(f"  {name}, batch {batch}: {fast:.3f} ms a round with the graph, {slow:.3f} without")
+    return spent
+
+
+@torch.inference_mode()
+def round_milliseconds(loop, plan, head, batch: int) -> float:
+    """Median milliseconds of a round's later steps behind 300 anchors, until the device has finished."""
+    device = head.fc.weight.device
+    tokens = torch.randint(0, 256, (batch, 300), device=device)
+    features = torch.randn(batch, 300, head.config.fc_input_size, device=device)
+    output = loop.advance(tokens, features, [0] * batch, [300] * batch)
+
+    def draft() -> None:
+        if plan.is_tree:
+            loop.round_tree(output, [300] * batch, tokens[:, 0])
+        else:
+            loop.chain(output, [300] * batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        draft()
+    seconds = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        draft()
+        seconds.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(seconds)
+
+
+class Repeat:
+    """A recorder that runs the region every time: a dry run's stand-in for a graph."""
+
+    def record(self, region, inputs):
+        """Return a function that runs the region."""
+        return lambda: region(*inputs)
+
+
+def speed(report: dict, device: str) -> bool:
     """Time every workload, print the table, fill ``report``; whether all targets are met."""
-    bandwidth = benchmark.copy_bandwidth("cuda")
-    print(f"  {benchmark.machine('cuda')}; copy bandwidth {bandwidth / 1e9:.0f} GB/s (read + written)")
+    bandwidth = benchmark.copy_bandwidth(device)
+    print(f"  {benchmark.machine(device)}; copy bandwidth {bandwidth / 1e9:.0f} GB/s (read + written)")
     rows, verdicts = [], {}
-    for work in benchmark.all_workloads("cuda"):
+    for work in benchmark.all_workloads(device):
         try:
-            timing = benchmark.measure(work, "cuda")
+            timing = benchmark.measure(work, device)
         except Exception as error:  # one workload that does not run must not hide the others
             print(f"  {work.name}: {type(error).__name__}: {error}")
             verdicts[work.name] = False
             continue
         rows.append(benchmark.row_of(work, timing, bandwidth))
+        if timing.kernel is None:
+            continue
         if work.name == "build+verify":
             verdicts[f"build+verify {timing.kernel * 1e6:.1f} us < 20 us"] = timing.kernel < BUILD_AND_VERIFY_SECONDS
         if work.name.startswith("relocate_kv"):
@@ -146,21 +251,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=40, help="random cases of every operation")
     parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--dry_run", action="store_true", help="run every step on the CPU, references for kernels")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("gpu_check: no CUDA device here, nothing was checked. On a CPU the references run; the kernels run only")
-        print("interpreted: TRITON_INTERPRET=1 python -m modelopt_eagle.kernels.parity --device cpu")
+    device = "cpu" if options.dry_run else "cuda"
+    if not options.dry_run and not torch.cuda.is_available():
+        print(
+            "gpu_check: no CUDA device here, nothing was checked. On a CPU the references run (--dry_run); the kernels"
+        )
+        print("run only interpreted: TRITON_INTERPRET=1 python -m modelopt_eagle.kernels.parity --device cpu")
         return NO_CUDA
     torch.manual_seed(0)
-    report: dict = {"machine": benchmark.machine("cuda")}
+    report: dict = {"machine": benchmark.machine(device)}
     print("random cases")
-    report["random_cases"] = random_cases(options.cases)
+    report["random_cases"] = random_cases(options.cases, device)
     wrong = any(report["random_cases"].values())
-    steps: list[Callable[[], None]] = [large_trees, large_moves, graph_replay, compiled_step]
+    steps: list[Callable[[str], object]] = [large_trees, large_moves, graph_replay, compiled_step, draft_loop]
     for step in steps:
         try:
-            step()
+            found = step(device)
             report[step.__name__] = "equal"
+            if found is not None:
+                report[f"{step.__name__} ms"] = found
         except Exception as error:
             wrong = True
             report[step.__name__] = f"{type(error).__name__}: {error}"
@@ -169,17 +280,18 @@ def main(arguments: list[str] | None = None) -> int:
     fast = False
     print("speed")
     try:
-        fast = speed(report)
+        fast = speed(report, device)
     except Exception:
         wrong = True
         report["speed"] = traceback.format_exc()
         traceback.print_exc()
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
-    code = WRONG if wrong else OK if fast else SLOW
-    print(
-        f"gpu_check: {({OK: 'all right', WRONG: 'a kernel failed or differs', SLOW: 'correct, a target missed'})[code]}"
-    )
+    if options.dry_run:
+        code = WRONG if wrong else NO_CUDA
+    else:
+        code = WRONG if wrong else OK if fast else SLOW
+    print(f"gpu_check: {VERDICTS[code]}")
     return code
 
 

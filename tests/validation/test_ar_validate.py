@@ -52,6 +52,14 @@ def test_script_prints_the_table_and_writes_both_reports(folders):
     assert page.count("data:image/png;base64,") == 3 and "By position" in page and "&lt;|im_start|&gt;user" in page
 
 
+@pytest.mark.parametrize(("word", "code"), [("on", 2), ("off", 0)])
+def test_a_cuda_graph_needs_a_cuda_device(folders, capsys, tmp_path, monkeypatch, word, code):
+    monkeypatch.chdir(tmp_path)
+    more = ["--speedup_prompts", "0", "--num_samples", "1", "--device", "cpu", "--cuda-graph", word]
+    assert run_command("ar_validate", command(folders, *more)) == code
+    assert ("needs a head on a CUDA device, found cpu" in capsys.readouterr().err) is (code == 2)
+
+
 def test_lower_bound_decides_the_exit_code(folders, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     quick = ["--speedup_prompts", "0", "--num_samples", "1"]
