@@ -71,7 +71,7 @@ def _inspect(args) -> int:
 def _verify(args) -> int:
     from pathlib import Path
 
-    from modelopt_eagle.features.foreign import is_store
+    from modelopt_eagle.features.store.manifest import is_store
 
     bad = 0
     if is_store(Path(args.folder)) or args.model is None:

@@ -17,6 +17,7 @@ from modelopt_eagle.features.batch import FeatureContract, FeatureRow
 from modelopt_eagle.features.compute import compute_features, compute_rows, finish_row, length_batches
 from modelopt_eagle.features.pictures import refuse_images
 from modelopt_eagle.features.store import SHARD_BYTES, StoreWriter, bytes_per_token, dataset_hash
+from modelopt_eagle.features.store.manifest import is_store, read_manifests
 from modelopt_eagle.features.store.sharing import PrefixIndex
 
 
@@ -180,14 +181,18 @@ def estimate(
     worker: tuple[int, int],
     shard_bytes: int = SHARD_BYTES,
 ) -> Estimate:
-    """Bytes, time and disk of a dump that nothing has been written of.
+    """Bytes, time and disk of the rows that a dump still has to make.
 
     Args:
         back_end: what will make the rows; timed on a few if it can be.
         rows: the whole tokenised data set.
         folder, dtype, worker, shard_bytes: as for :func:`dump`.
     """
-    mine = [rows[i] for i in rows_to_make(rows, set(), worker)]
+    done: set[int] = set()
+    if is_store(folder):
+        found = read_manifests(folder).values()
+        done = {index for manifest in found for shard in manifest.shards for index in shard.indices}
+    mine = [rows[i] for i in rows_to_make(rows, done, worker)]
     tokens = sum(len(row.input_ids) for row in mine)
     supervised = sum(sum(row.supervised) for row in mine)
     contract = replace(back_end.contract, dtype=dtype)

@@ -13,6 +13,7 @@ import torch
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow, predicting_positions
 from modelopt_eagle.features.foreign_files import FORMATS, ForeignFile, arrow_masks, find_format
+from modelopt_eagle.features.store.manifest import is_store
 from modelopt_eagle.features.store.reader import StoreReader
 
 
@@ -235,11 +236,6 @@ def _nats(row: FeatureRow, final_norm, head) -> float:
     following = row.input_ids[1:][predicting[:-1]][:256].to(states.device)  # [n]
     logits = head(states if final_norm is None else final_norm(states)).float()  # [n,V]
     return float(torch.nn.functional.cross_entropy(logits, following))
-
-
-def is_store(folder: Path) -> bool:
-    """Whether a folder is a feature store of our own."""
-    return folder.is_dir() and any(folder.glob("manifest*.json"))
 
 
 def count_tokens(folder: str | Path, all_supervised: bool = False) -> tuple[int, int, int]:

@@ -220,6 +220,19 @@ def test_a_full_disk_leaves_a_whole_store(tmp_path, monkeypatch):
     check_all(tmp_path)
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FeatureError, match="cannot make the folder .*file.*; name one that can be written"):
+        open_writer(tmp_path / "file")
+
+    def refuse(path, mode):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(files, "open", refuse, raising=False)
+    with pytest.raises(FeatureError, match="cannot write into .*: Read-only file system"):
+        open_writer(tmp_path / "store")
+
+
 def test_commands(tmp_path, capsys):
     fill(tmp_path, worker=(0, 2))
     fill(tmp_path, worker=(1, 2))

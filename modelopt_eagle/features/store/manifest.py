@@ -98,6 +98,11 @@ def manifest_name(worker: tuple[int, int], part: int) -> str:
     return f"{name}.json" if part == 0 else f"{name}.{part}.json"
 
 
+def is_store(folder: Path) -> bool:
+    """Whether a folder is a feature store of ours, begun at least."""
+    return folder.is_dir() and any(folder.glob("manifest*.json"))
+
+
 def foreign_format(folder: Path) -> str | None:
     """Name of the tool that made a foreign dump, or None."""
     from modelopt_eagle.features.foreign_files import find_format

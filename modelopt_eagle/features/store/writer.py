@@ -27,6 +27,7 @@ from modelopt_eagle.features.store.manifest import (
     Manifest,
     ShardEntry,
     foreign_format,
+    is_store,
     manifest_name,
     read_manifests,
 )
@@ -87,8 +88,7 @@ class StoreWriter:
             raise FeatureError(f"shard {index}/{count} does not exist: give i/n with 0 <= i < n")
         check_dtype(contract.dtype)
         self.folder = Path(folder)
-        begun = self.folder.is_dir() and any(self.folder.glob("manifest*.json"))
-        if not begun and (kind := foreign_format(self.folder)):
+        if not is_store(self.folder) and (kind := foreign_format(self.folder)):
             raise FeatureError(f"{self.folder} holds a dump of {kind}: write the store into a folder of its own")
         self._make_folder()
         self._worker, self._prefix = worker, f"features-{index}-of-{count}-"
@@ -120,7 +120,7 @@ class StoreWriter:
         self._part, self._next = 0, 0
         self.done: set[int] = set()
         known: set[str] = set()
-        found = read_manifests(self.folder) if any(self.folder.glob("manifest*.json")) else {}
+        found = read_manifests(self.folder) if is_store(self.folder) else {}
         versions = [manifest.contract.format_version for manifest in found.values()]
         contract = replace(fresh.contract, format_version=min(versions, default=fresh.contract.format_version))
         self._manifest = Manifest(contract, fresh.dataset_hash, fresh.dataset_rows)
