@@ -3,8 +3,8 @@
     python scripts/benchmark/generation.py --model_path export
 
 Prints a row a draft shape: acceptance length, speed-up over plain decoding (wall clock, prefill included, one request
-at a time), its share of the acceptance length, and a step's cost in plain steps, split into draft, verification and
-the rest. Without ``--model_path`` a random head of the usual size is used: the costs are real, the acceptance is not.
+at a time), its share of the acceptance length, a step's cost in plain steps, split into draft, verification and the
+rest, and where the missing share goes. Without ``--model_path`` a random head of the usual size is used: the costs are real, the acceptance is not.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trees", nargs="*", default=["4,3,9"], help="tree shapes topk,depth,num_nodes (default 4,3,9)"
     )
+    parser.add_argument(
+        "--fast_linear",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="oneDNN's linear layers on the CPU, for plain decoding and drafts alike (default auto; off: nn.Linear's)",
+    )
     parser.add_argument("--output", type=Path, help="write the rows as JSON here")
     return parser
 
@@ -46,11 +52,14 @@ def main() -> None:
     target = load_target(arguments.target)
     head = random_head(target) if arguments.model_path is None else load_draft(arguments.model_path, dtype=target.dtype)
     head = head.to(target.device).eval()
-    generators = {f"chain {k}": PseudoSpeculativeGenerator(target, head, "chain", k) for k in arguments.steps}
+    fast = {"on": True, "off": False}.get(arguments.fast_linear, arguments.fast_linear)
+    generators = {
+        f"chain {k}": PseudoSpeculativeGenerator(target, head, "chain", k, fast_linear=fast) for k in arguments.steps
+    }
     for shape in arguments.trees:
         topk, depth, nodes = (int(part) for part in shape.split(","))
         generators[f"tree {shape}"] = PseudoSpeculativeGenerator(
-            target, head, "tree", topk=topk, depth=depth, num_nodes=nodes
+            target, head, "tree", topk=topk, depth=depth, num_nodes=nodes, fast_linear=fast
         )
     speeds = time_generators(
         list(generators.values()), load_prompts(arguments.prompts), arguments.num_prompts, arguments.max_new_tokens
@@ -60,8 +69,8 @@ def main() -> None:
         f"{package_commit()}; {torch.get_num_threads()} threads, {platform.machine()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}"
     )
-    print(f"plain decoding: {1e3 * speeds[0].plain_step:.1f} ms a token")
-    head_line = ("draft", "acceptance", "speed-up", "share", "step cost", "= draft", "+ verify", "+ rest")
+    print(f"plain decoding: {1e3 * speeds[0].plain_step:.1f} ms a token, linear layers {arguments.fast_linear}")
+    head_line = ("draft", "acceptance", "speed-up", "share", "step cost", "= draft", "+ verify", "+ rest", "lost to")
     rows, data = [head_line], []
     for name, speed in zip(generators, speeds, strict=True):
         parts = [part / speed.plain_step for part in (speed.draft_step, speed.verify_step, speed.other_step)]
@@ -73,6 +82,7 @@ def main() -> None:
                 f"{100 * speed.efficiency:.0f} %",
                 f"{speed.break_even:.2f}",
                 *(f"{part:.2f}" for part in parts),
+                lost(speed),
             )
         )
         measured = {key: value for key, value in vars(speed).items() if key != "divergences"}
@@ -80,8 +90,22 @@ def main() -> None:
     print(format_table(rows))
     print("texts: " + "; ".join(f"{name}: {same_text(speed)}" for name, speed in zip(generators, speeds, strict=True)))
     print("costs in plain steps; drafting pays where the acceptance length is above the step cost")
+    print("lost to: where the rest of the acceptance length goes, in per cent of it")
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def lost(speed) -> str:
+    """What keeps the speed-up below the acceptance length, in per cent of it: they add up to 100 less the share."""
+    costs = {
+        "draft": speed.draft_step,
+        "verify": speed.verify_step - speed.plain_step,
+        "rest": speed.other_step,
+    }
+    step = speed.draft_step + speed.verify_step + speed.other_step
+    parts = {name: 100 * cost / step for name, cost in costs.items()}
+    parts["prefill"] = 100 * (1 - speed.efficiency) - sum(parts.values())
+    return ", ".join(f"{name} {part:.0f}" for name, part in parts.items())
 
 
 def random_head(target):
