@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.validation.sweep import sweep, sweep_table
 
     source = arguments.prompts or arguments.dataset or "quickstart"
-    prompts = load_prompts(source, arguments.num_samples)
+    prompts = load_prompts(source, arguments.num_samples, images=True)
     target, module = load_pair(arguments)
     cuda_graph = graph_switch(arguments.cuda_graph)
     print(f"target {target.name}, head {arguments.model_path}, {len(prompts)} prompts of {_source_name(source)}")

@@ -99,7 +99,7 @@ def validate(recipe: Recipe, result) -> dict:
         print(f"{file}: measured already", file=sys.stderr)
         return json.loads(file.read_text(encoding="utf-8"))
     source = section.dataset or ("quickstart" if section.prompts == "shipped" else section.prompts)
-    prompts = load_prompts(source, section.num_samples)
+    prompts = load_prompts(source, section.num_samples, images=True)
     target = load_target(**recipe.model.decoding_arguments())
     if (adapter := own_adapter(result.best_checkpoint)) is not None:
         merge_adapter(target, adapter)

@@ -4,45 +4,59 @@ Three row formats, detected per row:
 
 * ``{"id", "category", "turns": [str, ...]}``: ours, and MT-Bench's ``question.jsonl`` (``question_id``, not ``id``);
 * ``{"messages": [...]}`` or ``{"conversations": [...]}``: the user turns are taken, the assistant turns are left out.
+
+Images stand in a prompt as in a conversation (``docs/data.md``), where they can be used.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
-from modelopt_eagle.data.roles import messages_of, row_id
+from modelopt_eagle.data.roles import Message, messages_of, row_id
 from modelopt_eagle.errors import DataError
 
 _NAMES = {"quickstart": ASSETS / "prompts.jsonl", "mt_bench": "HuggingFaceH4/mt_bench_prompts"}
-_NO_IMAGES = (
-    "prompts with images are not supported, the generator reads text only; training and its evaluation take rows with "
-    "images, here give prompts without"
-)
+_NO_IMAGES = "prompts with images are not supported here, only by validation (ar_validate): give prompts of text"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation without its answers: ``turns`` are the user's, asked one after the other."""
+    """A conversation without its answers.
+
+    Attributes:
+        turns: the user's texts, asked one after the other.
+        system: a system text before them.
+        parts: of each turn, its texts and images in order, empty for a turn of text; empty without any image.
+    """
 
     id: str
     category: str
     turns: tuple[str, ...]
     system: str | None = None
+    parts: tuple[tuple, ...] = ()
+
+    def message(self, turn: int) -> Message:
+        """The user's turn."""
+        return Message("user", self.turns[turn], None, self.parts[turn] if self.parts else ())
 
 
-def load_prompts(source: str | Path | Sequence[str | Path], limit: int | None = None) -> list[Prompt]:
+def load_prompts(
+    source: str | Path | Sequence[str | Path], limit: int | None = None, *, images: bool = False
+) -> list[Prompt]:
     """Read prompts from files, or by name.
 
     Args:
         source: one or several files; ``"quickstart"`` for the 80 prompts the package ships; ``"mt_bench"`` for MT-Bench
             from the hub (extra ``data``); without a network give the path of its ``question.jsonl``.
         limit: take this many, spread evenly over the file, so that files sorted by category keep their mix.
+        images: whether prompts may have images.
 
     Raises:
-        DataError: missing, empty or broken file (with line), a row in none of the three formats, or an id used twice.
+        DataError: missing, empty or broken file (with line), a row in none of the three formats, an id used twice,
+            or an image that is missing or not wanted.
     """
-    prompts = [_prompt(row, index) for index, row in enumerate(read_rows(source, _NAMES))]
+    prompts = [_prompt(row, index, images) for index, row in enumerate(read_rows(source, _NAMES))]
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
@@ -62,31 +76,32 @@ def as_prompts(prompts: str | Path | Sequence[Prompt | str]) -> list[Prompt]:
         DataError: something else in the list.
     """
     if isinstance(prompts, (str, Path)):
-        return load_prompts(prompts)
+        return load_prompts(prompts, images=True)
     made = [Prompt(f"prompt-{i}", "all", (p,)) if isinstance(p, str) else p for i, p in enumerate(prompts)]
     if wrong := next((p for p in made if not isinstance(p, Prompt)), None):
         raise DataError(f"expected prompts or texts, found {type(wrong).__name__}: load_prompts(FILE) reads them")
     return made
 
 
-def _prompt(row: SourceRow, index: int) -> Prompt:
+def _prompt(row: SourceRow, index: int, images: bool) -> Prompt:
     value = row.value
     identifier = row_id(row, index)
     category = str(value.get("category") or "all")
     turns = value.get("turns", value.get("prompt"))
-    if turns is not None and (value.get("image") or value.get("images")):
-        raise DataError(f"{row.place}: {_NO_IMAGES}")
     if isinstance(turns, str):
         turns = [turns]
     if turns is not None:
         if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
             raise DataError(f"{row.place}: `turns` must be a non-empty list of non-empty texts")
-        return Prompt(identifier, category, tuple(turns))
+        if not (value.get("image") or value.get("images")):
+            return Prompt(identifier, category, tuple(turns))
+        row = replace(row, value=value | {"messages": [{"role": "user", "content": turn} for turn in turns]})
     messages = messages_of(row)
-    if any(message.images for message in messages):
+    if not images and any(message.images for message in messages):
         raise DataError(f"{row.place}: {_NO_IMAGES}")
     system = "\n\n".join(message.content for message in messages if message.role == "system") or None
-    asked = tuple(message.content for message in messages if message.role == "user")
+    asked = [message for message in messages if message.role == "user"]
     if not asked:
         raise DataError(f"{row.place}: no user turn to answer")
-    return Prompt(identifier, category, asked, system)
+    parts = tuple(message.parts for message in asked) if any(message.images for message in asked) else ()
+    return Prompt(identifier, category, tuple(message.content for message in asked), system, parts)

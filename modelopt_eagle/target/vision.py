@@ -91,12 +91,14 @@ class VisionProcessor:
             )
         return [entry["replacement"] for entry in offsets[0]], output["input_ids"][0].tolist()
 
-    def inputs(self, text: str, pictures: Sequence, length: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    def inputs(
+        self, text: str, pictures: Sequence, length: int | None = None
+    ) -> tuple[list[int], dict[str, torch.Tensor]]:
         """Ids of the whole text, and what the target's forward takes beside its first ``length`` ids.
 
         Args:
             text, pictures: as for :meth:`expand`.
-            length: tokens of the row, which may have been cut behind its last image.
+            length: tokens of the row, which may have been cut behind its last image; None: all.
 
         Raises:
             ImageError: as for :meth:`expand`.

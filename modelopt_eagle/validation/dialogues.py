@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from modelopt_eagle.data import Message, Prompt, render_text
-from modelopt_eagle.decoding import PseudoSpeculativeGenerator
+from modelopt_eagle.data.images import read_pictures
+from modelopt_eagle.decoding import GenerationOutput, PseudoSpeculativeGenerator
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
 
@@ -79,28 +80,57 @@ def answer_dialogues(
 
 def _answer_turn(generator: PseudoSpeculativeGenerator, batch: list[Dialogue], turn: int, max_new_tokens: int) -> None:
     target = generator.target
-    asking, inputs = [], []
+    asking, inputs, pictured = [], [], []
     for dialogue in batch:
         if turn >= len(dialogue.prompt.turns) or dialogue.too_long:
             continue
-        asked = [*dialogue.messages, Message("user", dialogue.prompt.turns[turn])]
+        asked = [*dialogue.messages, dialogue.prompt.message(turn)]
         if turn == 0 and dialogue.prompt.system:
             asked.insert(0, Message("system", dialogue.prompt.system))
-        ids = prompt_ids(target, asked)
+        ids, images = prompt_inputs(target, asked)
         if len(ids) + max_new_tokens > window(target):
             dialogue.too_long = len(dialogue.prompt.turns) - turn
             continue
         dialogue.messages = asked
-        asking.append(dialogue)
-        inputs.append(ids)
-    if not asking:
-        return
-    output = generator.generate(inputs, max_new_tokens)
-    for dialogue, tokens, accepted in zip(asking, output.tokens, output.accepted_lengths, strict=True):
+        if images is None:
+            asking.append(dialogue)
+            inputs.append(ids)
+        else:
+            pictured.append((dialogue, ids, images))
+    if asking:
+        _take(target, asking, generator.generate(inputs, max_new_tokens))
+    for dialogue, ids, images in pictured:  # one by one
+        _take(target, [dialogue], generator.generate([ids], max_new_tokens, images=images))
+
+
+def _take(target: Target, dialogues: list[Dialogue], output: GenerationOutput) -> None:
+    """Add what was said to the dialogues."""
+    for dialogue, tokens, accepted in zip(dialogues, output.tokens, output.accepted_lengths, strict=True):
         dialogue.accepted += accepted
         dialogue.tokens += len(tokens)
         text = target.tokenizer.decode(tokens, skip_special_tokens=True)
         dialogue.messages.append(Message("assistant", text))
+
+
+def prompt_inputs(target: Target, messages: Sequence[Message]) -> tuple[list[int], dict | None]:
+    """Token ids of messages and the generation prompt, and what the target's forward takes for their images.
+
+    Raises:
+        DataError: images that the target cannot read, or that its template leaves out.
+    """
+    paths = tuple(image.path for message in messages for image in message.images)
+    if not paths:
+        return prompt_ids(target, messages), None
+    if target.vision is None:
+        raise DataError(f"a prompt has the image {paths[0]}, and {target.name} reads text only: give prompts of text")
+    text, (pictures, _) = render_text(target.tokenizer, messages, add_generation_prompt=True), read_pictures(paths)
+    written = text.count(target.vision.image_token)
+    if written != len(paths):
+        raise DataError(
+            f"the chat template wrote {written} placeholders {target.vision.image_token!r} for the {len(paths)} images "
+            f"of a prompt ({', '.join(paths)})"
+        )
+    return target.vision.inputs(text, pictures)
 
 
 def prompt_ids(target: Target, messages: Sequence[Message]) -> list[int]:
@@ -110,9 +140,9 @@ def prompt_ids(target: Target, messages: Sequence[Message]) -> list[int]:
 
 
 def first_turn(target: Target, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt's first turn."""
+    """Token ids of a prompt's first turn, with its images' placeholders."""
     system = [Message("system", prompt.system)] if prompt.system else []
-    return prompt_ids(target, [*system, Message("user", prompt.turns[0])])
+    return prompt_inputs(target, [*system, prompt.message(0)])[0]
 
 
 def window(target: Target) -> int:

@@ -105,8 +105,9 @@ def measure_acceptance(
 def time_generators(
     generators: Sequence[PseudoSpeculativeGenerator], prompts: Sequence[Prompt], count: int, max_new_tokens: int
 ) -> list[Speed]:
-    """Speed of generators on ``count`` prompts spread over the set (those that fit); empty if none is asked for."""
+    """Speed of generators on ``count`` prompts of text spread over the set (those that fit); empty if there is none."""
     target, limit = generators[0].target, min(max_new_tokens, SPEED_TOKENS)
+    prompts = [prompt for prompt in prompts if not prompt.parts]
     encoded = [first_turn(target, prompts[i * len(prompts) // count]) for i in range(min(count, len(prompts)))]
     encoded = [ids for ids in encoded if len(ids) + limit <= window(target)]
     return measure_speed(generators, encoded, limit) if encoded else []

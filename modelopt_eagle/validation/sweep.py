@@ -63,7 +63,7 @@ def sweep(
     ]
     speeds = time_generators(generators, prompts, num_prompts, max_new_tokens)
     if not speeds:
-        raise DecodingError("a sweep needs at least one prompt that fits the target's window: raise num_prompts")
+        raise DecodingError("a sweep needs a prompt of text that fits the target's window: raise num_prompts")
     rows = [
         {
             **plan_fields(plan),

@@ -1,17 +1,20 @@
 """Prompts with images in the generator: the target's own text, and drafts accepted as the training's walk says."""
 
+import json
 from collections import namedtuple
 
 import pytest
 import torch
 
-from modelopt_eagle.data import prepare_dataset
+from modelopt_eagle.data import load_prompts, prepare_dataset
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 from modelopt_eagle.decoding.generator import PlainGenerator
-from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.errors import DataError, DecodingError
 from modelopt_eagle.features import FeatureContract, collate
 from modelopt_eagle.features.compute import finish_row
 from modelopt_eagle.training.acceptance import acceptance_walk
+from modelopt_eagle.validation import measure_acceptance
+from modelopt_eagle.validation.dialogues import answer_dialogues, prompt_inputs
 from tests.vision.tiny_vision import make_step
 
 NEW = 20
@@ -80,3 +83,40 @@ def test_a_prompt_with_images_is_answered_alone(target, prompts):
     ids, inputs = prompts[0]
     with pytest.raises(DecodingError, match="answered alone, found 2 prompts"):
         PlainGenerator(target).generate([ids, ids], 2, images=inputs)
+
+
+def test_validation_counts_prompts_with_images(target, mixed, tmp_path):
+    """Each turn follows the answers before it, images included; text and images may stand in one set."""
+    module = make_step(target).module.eval()
+    with pytest.raises(DataError, match="mixed.jsonl:1: prompts with images are not supported here"):
+        load_prompts(mixed)
+    prompts = load_prompts(mixed, images=True)
+    assert [bool(prompt.parts) for prompt in prompts] == [True, False, True, True]
+    generator = PseudoSpeculativeGenerator(target, module, num_steps=2)
+    dialogues = answer_dialogues(generator, prompts, max_new_tokens=6, batch_size=4)
+    for dialogue in dialogues:
+        messages = dialogue.messages
+        assert [m.role for m in messages] == ["user", "assistant"] * len(dialogue.prompt.turns)
+        last = prompt_inputs(target, messages[:-1])
+        tokens = PlainGenerator(target).generate([last[0]], 6, images=last[1]).tokens[0]
+        assert messages[-1].content == target.tokenizer.decode(tokens, skip_special_tokens=True)
+    report = measure_acceptance(target, module, mixed, num_steps=2, max_new_tokens=6, speedup_prompts=4)
+    assert report.prompts == 4 and report.steps == sum(dialogue.steps for dialogue in dialogues)
+    assert target.vision.image_token in report.first_prompt and report.speed is not None
+
+
+def test_prompts_with_images_of_a_target_of_text(tiny_target, mixed):
+    prompts = load_prompts(mixed, images=True)
+    generator = PlainGenerator(tiny_target)
+    with pytest.raises(DataError, match="has the image .*png, and .* reads text only"):
+        answer_dialogues(generator, prompts, max_new_tokens=2, batch_size=4)
+
+
+def test_prompts_of_turns_may_have_images(mixed):
+    path = mixed.parent / "turns.jsonl"
+    path.write_text(json.dumps({"id": "a", "turns": ["<image>what?", "sure?"], "images": ["red.png"]}) + "\n")
+    (prompt,) = load_prompts(path, images=True)
+    assert prompt.turns == ("what?", "sure?") and [len(parts) for parts in prompt.parts] == [2, 0]
+    assert prompt.message(0).images[0].path.endswith("red.png") and not prompt.message(1).images
+    with pytest.raises(DataError, match="not supported here"):
+        load_prompts(path)

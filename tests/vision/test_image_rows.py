@@ -307,7 +307,7 @@ def test_what_reads_text_only_refuses_rows_with_images(targets, tiny_target, mix
         list(EngineBackEnd(target, AUX, lambda rows: iter(()), final_is_normed=True).features(rows))
     with pytest.raises(FeatureError, match="row 'row-0' has images, and .* reads text only"):
         compute_features(tiny_target, [rows[0]], AUX)
-    with pytest.raises(EagleError, match=r"mixed.jsonl:1: prompts with images are not supported"):
+    with pytest.raises(EagleError, match=r"mixed.jsonl:1: prompts with images are not supported here"):
         load_prompts(mixed)
 
 
