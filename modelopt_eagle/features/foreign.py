@@ -15,6 +15,7 @@ from modelopt_eagle.features.batch import FeatureContract, FeatureRow, predictin
 from modelopt_eagle.features.foreign_files import FORMATS, ForeignFile, arrow_masks, find_format
 from modelopt_eagle.features.store.manifest import is_store
 from modelopt_eagle.features.store.reader import StoreReader
+from modelopt_eagle.target.capture import check_layer_ids
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class ForeignReader(ForeignTokens):
         folder: the dump.
         identity: of the target that made it (``Target.identity()`` or ``TargetTables.identity()``): the folder does
             not say it, so it is taken on trust.
-        aux_layer_ids: canonical ids (output of layer k, 0-based) of the states, in their order.
+        aux_layer_ids: canonical ids (output of layer k, 0-based) of the states, in their order in the files; rows come
+            out in ascending order.
         final_is_normed: whether final states are post-norm; may be None if the files say it.
         all_supervised: take every token as supervised where the files hold no loss mask.
         answers: where the user says what the folder leaves open, for the messages.
@@ -113,6 +115,7 @@ class ForeignReader(ForeignTokens):
     Raises:
         FeatureError: an unknown layout, a damaged file, widths that do not fit the ids, or questions that the folder
             leaves open and the arguments do not answer: all of them, each with what answers it.
+        TargetError: ids that are repeated, or of layers that the target does not have.
     """
 
     def __init__(
@@ -129,12 +132,13 @@ class ForeignReader(ForeignTokens):
         self._answers = answers
         first = self._raw(0)
         self._ask(first, aux_layer_ids, final_is_normed)
+        check_layer_ids(aux_layer_ids, identity["num_layers"])
         normed = first.final_is_normed if final_is_normed is None else final_is_normed
+        dtype = str(first.aux_hidden.dtype).removeprefix("torch.")
         self.contract = replace(
-            FeatureContract.from_identity(identity, aux_layer_ids, str(first.aux_hidden.dtype).removeprefix("torch.")),
-            aux_layer_ids=tuple(aux_layer_ids),
-            final_is_normed=normed,
-        )
+            FeatureContract.from_identity(identity, aux_layer_ids, dtype), final_is_normed=normed
+        )  # its ids ascend
+        self._order = sorted(range(len(aux_layer_ids)), key=lambda a: aux_layer_ids[a])
         self._check_widths(first)
         self.scan()
 
@@ -197,6 +201,9 @@ class ForeignReader(ForeignTokens):
             row.validate(self.contract)
         except FeatureError as error:
             raise FeatureError(f"{path}: {error}") from error
+        if self._order != sorted(self._order):
+            layers = row.aux_hidden.unflatten(-1, (len(self._order), -1))  # [s,A,Ht]
+            row = replace(row, aux_hidden=layers[:, self._order].flatten(1))
         if not (torch.isfinite(row.aux_hidden).all() and torch.isfinite(row.final_hidden).all()):
             raise FeatureError(f"{path} holds NaN or infinity; dump it again or delete it")
         return row

@@ -1,15 +1,15 @@
 """Tokens that all rows begin with (a chat template's system prompt) run through the target once, not once a row.
 
 Their keys and values stay in a cache, which every batch of rows goes on from. It is done only where it is sound: the
-cache must be plain (full or sliding-window attention that still holds every token of the prefix), and the longest row
-must come out the same with and without it.
+cache must be plain (full or sliding-window attention that still holds every token of the prefix), and the longest and
+the shortest row must come out the same with and without it.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -111,17 +111,27 @@ def find_common_prefix(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> 
     prefix = CommonPrefix(target, longest.input_ids[:length], aux_layer_ids)
     if not prefix.sound:
         return None
-    ids = torch.tensor([list(longest.input_ids)])  # [1,s]
-    plain, rest = target.features(ids, None, aux_layer_ids), prefix.features(ids[:, length:], None)
-    pairs = (
-        (plain.aux_hidden[0], torch.cat([prefix.aux_hidden, rest.aux_hidden[0]])),
-        (plain.final_hidden[0], torch.cat([prefix.final_hidden, rest.final_hidden[0]])),
-    )
-    return prefix if all(_agree(*pair, target.hidden_size) for pair in pairs) else None
+    shortest = min(rows, key=lambda row: len(row.input_ids))
+    return prefix if all(_same(target, prefix, [longest, shortest], aux_layer_ids)) else None
 
 
-def _agree(plain: torch.Tensor, shared: torch.Tensor, width: int) -> bool:
-    """Whether states [s, groups*width] are the same but for rounding, at every position and layer."""
+def _same(target, prefix: CommonPrefix, rows: Sequence, aux_layer_ids: Sequence[int]) -> Iterator[bool]:
+    """Whether rows, run together after the prefix and padded on the right, come out as each alone without it."""
+    begun, longest = len(prefix), max(len(row.input_ids) for row in rows)
+    ids = torch.zeros(len(rows), longest - begun, dtype=torch.long)  # [B,S]
+    mask = torch.zeros_like(ids)  # [B,S]
+    for b, row in enumerate(rows):
+        ids[b, : len(row.input_ids) - begun] = torch.as_tensor(row.input_ids[begun:])
+        mask[b, : len(row.input_ids) - begun] = 1
+    together = prefix.features(ids, mask)
+    for b, row in enumerate(rows):
+        alone, s = target.features(torch.tensor([list(row.input_ids)]), None, aux_layer_ids), len(row.input_ids) - begun
+        yield _agree(alone.aux_hidden[0], [prefix.aux_hidden, together.aux_hidden[b, :s]], target.hidden_size)
+        yield _agree(alone.final_hidden[0], [prefix.final_hidden, together.final_hidden[b, :s]], target.hidden_size)
+
+
+def _agree(plain: torch.Tensor, parts: Sequence[torch.Tensor], width: int) -> bool:
+    """Whether states [s, groups*width] and those in parts are the same but for rounding, everywhere."""
     tolerance = AGREEMENT if plain.dtype == torch.float32 else AGREEMENT_16_BIT
-    plain, shared = (states.float().unflatten(-1, (-1, width)) for states in (plain, shared))  # [s,groups,width]
+    plain, shared = (x.float().unflatten(-1, (-1, width)) for x in (plain, torch.cat(list(parts))))  # [s,groups,width]
     return bool(((shared - plain).norm(dim=-1) <= tolerance * plain.norm(dim=-1)).all())

@@ -71,11 +71,10 @@ def recompute(reader, target, sample: int = 8) -> list[RowCheck]:
 @torch.no_grad()
 def _check(source: OfflineSource, target, number: int) -> RowCheck:
     row, ids, width = source.row(number), source.contract.aux_layer_ids, target.hidden_size
-    order = sorted(ids)  # the target captures in ascending order, a foreign dump may hold another
-    output = target.features(row.input_ids[None].to(target.device), None, order)
+    output = target.features(row.input_ids[None].to(target.device), None, ids)
     own = output.aux_hidden[0].float().cpu().unflatten(-1, (len(ids), width))  # [s,A,Ht]
     stored = row.aux_hidden.unflatten(-1, (len(ids), width))  # [s,A,Ht]
-    aux = [_difference(stored[:, a], own[:, order.index(layer)]) for a, layer in enumerate(ids)]
+    aux = [_difference(stored[:, a], own[:, a]) for a in range(len(ids))]
     needed = needed_final_positions(row.supervised)  # [s]
     final_own = output.final_hidden[0].float().cpu()  # [s,Ht]
     final = _difference(row.final_hidden[needed], final_own[needed]) if needed.any() else None

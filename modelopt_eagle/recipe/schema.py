@@ -169,7 +169,11 @@ class DataSection(Section):
             ("offline_final_states", self.offline_final_states is not None),
             ("offline_all_supervised", self.offline_all_supervised),
         ):
-            need(stored or not given, f"{name} speaks of a dump: set offline_data_path, or leave it out")
+            need(
+                not given or (stored and self.on_missing == "fail"),
+                f"{name} speaks of another tool's dump: set offline_data_path to it and leave on_missing at fail, or "
+                "leave it out",
+            )
         need(
             stored or self.on_missing == "fail",
             f"on_missing: {self.on_missing} speaks of rows missing from a store: set offline_data_path, or leave it at "

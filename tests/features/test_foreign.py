@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from modelopt_eagle.cli.main import run_command
-from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.errors import FeatureError, TargetError
 from modelopt_eagle.features import OfflineSource, OnlineSource
 from modelopt_eagle.features.dump import EngineBackEnd, dump
 from modelopt_eagle.features.foreign import RECIPE_KEYS, ForeignReader, open_offline
@@ -136,6 +136,19 @@ def test_questions_that_a_folder_leaves_open(tiny_target, target_states, tmp_pat
         ForeignReader(tmp_path, identity, (1, 3))
     with pytest.raises(FeatureError, match="64 wide, those of .* are 96: the dump is of another target"):
         ForeignReader(tmp_path, identity | {"hidden_size": 96}, AUX)
+
+
+def test_layers_in_another_order_are_put_in_ours(tiny_target, target_states, tmp_path):
+    turned = [
+        (row, aux.unflatten(-1, (3, -1))[:, [2, 0, 1]].flatten(1), final, pre) for row, aux, final, pre in target_states
+    ]
+    write_model_optimizer(tmp_path, turned)
+    reader = ForeignReader(tmp_path, tiny_target.identity(), (4, 1, 3), final_is_normed=True)
+    assert reader.contract.aux_layer_ids == AUX
+    assert torch.equal(reader.row(0).aux_hidden, target_states[0][1])
+    for wrong in ((1, 3, 3), (1, 3, 8)):
+        with pytest.raises(TargetError, match="expected distinct layer ids from 0 to 7"):
+            ForeignReader(tmp_path, tiny_target.identity(), wrong, final_is_normed=True)
 
 
 def test_all_open_questions_come_at_once_with_their_keys(tiny_target, target_states, tmp_path):

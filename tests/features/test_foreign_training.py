@@ -68,7 +68,10 @@ def test_answers_to_what_is_known_are_refused(tiny_target, tiny_target_dir, data
     assert train(tiny_target_dir, tmp_path / "store", tmp_path / "run", "data.offline_final_states=normed") == 2
     assert "is a feature store, which says itself what it holds" in capsys.readouterr().err
     assert run_command("train", ["data.offline_final_states=normed"]) == 2
-    assert "offline_final_states speaks of a dump: set offline_data_path" in capsys.readouterr().err
+    assert "offline_final_states speaks of another tool's dump: set offline_data_path" in capsys.readouterr().err
+    skipping = ["data.offline_data_path=x", "data.on_missing=skip", "data.offline_all_supervised=true"]
+    assert run_command("train", skipping) == 2
+    assert "leave on_missing at fail" in capsys.readouterr().err
 
 
 def test_estimate_reads_a_dump(tiny_target_dir, target_states, dataset, tmp_path, capsys):  # noqa: F811
