@@ -264,13 +264,11 @@ def rope_of(config) -> tuple[float, dict[str, Any] | None]:
         theta = getattr(config, "rope_theta", None)
     if theta is None:
         theta = getattr(config, "default_theta", 10000.0)
-    for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
-        parameters.pop(key, None)
+    kind = parameters.pop("type", None)
+    parameters.setdefault("rope_type", kind or "default")
     for key in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         if key != "partial_rotary_factor" or parameters["rope_type"] != "proportional":
             parameters.pop(key, None)
-    kind = parameters.pop("type", None)
-    parameters.setdefault("rope_type", kind or "default")
     if parameters["rope_type"] == "mrope":  # an old name of plain frequencies with sections
         parameters["rope_type"] = "default"
     original = getattr(config, "original_max_position_embeddings", None)
