@@ -13,8 +13,14 @@ import torch
 LEAST_BYTES = 2**20
 """A smaller tensor is allocated as usual."""
 
-_UNUSED = 2
-"""References to a buffer that no tensor uses: of the pool's list, and of the call of ``getrefcount``."""
+
+def _references(things: list, place: int) -> int:
+    """References to one of the things in a list, those of the list and of this call among them."""
+    return sys.getrefcount(things[place])
+
+
+_UNUSED = _references([object()], 0)
+"""What a buffer counts that no tensor uses."""
 
 
 class BufferPool:
@@ -46,7 +52,7 @@ class BufferPool:
         """The smallest unused buffer that is large enough, or a new one in place of an unused one that is not."""
         best, small = None, None
         for place in range(len(self._buffers)):
-            if sys.getrefcount(self._buffers[place]) > _UNUSED:
+            if _references(self._buffers, place) > _UNUSED:
                 continue
             length = len(self._buffers[place])
             if length < size:
