@@ -20,28 +20,35 @@ from tests.features.rows import make_row, open_writer  # noqa: E402
 ROWS = 400
 
 
-def write(folder, pace):
-    """Write what is missing; ``pace`` seconds a row stand for the target."""
+def write(folder, told=None):
+    """Write what is missing; a byte for each row goes into the pipe ``told``."""
     with open_writer(folder, rows=ROWS, shard_bytes=4000) as writer:
         for index in range(ROWS):
             if index not in writer.done:
-                time.sleep(pace)
                 writer.add(index, make_row(index))
+                if told is not None:
+                    os.write(told, b".")
 
 
 def main(folder, kills):
     draw = random.Random(7)
     for _ in range(kills):
+        hear, told = os.pipe()
         child = os.fork()
         if child == 0:
-            write(folder, pace=0.0005)
+            write(folder, told)
             os._exit(0)
-        time.sleep(draw.uniform(0.0, 0.06))
+        os.close(told)
+        rows = draw.randint(0, 24)  # a slow machine is killed at the same places as a fast one
+        while rows > 0 and (heard := os.read(hear, rows)):
+            rows -= len(heard)
+        time.sleep(draw.uniform(0.0, 0.004))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(hear)
         begun = any(folder.glob("manifest*.json"))
         print(len(StoreReader(folder)) if begun else 0, flush=True)
-    write(folder, pace=0.0)
+    write(folder)
 
 
 if __name__ == "__main__":
