@@ -76,17 +76,18 @@ def assert_same(ours, theirs, layers):
 
 
 def test_dumps_equal_transformers_layer_by_layer_also_after_a_kill(engine_python, target, talks, rows, tmp_path):
-    folder, log = tmp_path / "store", tmp_path / "log"
-    first = worker(engine_python, talks, folder, log, "0/2")
+    folder, logs = tmp_path / "store", (tmp_path / "log-0", tmp_path / "log-1")
+    killed, second = (worker(engine_python, talks, folder, log, f"{n}/2") for n, log in enumerate(logs))
     until = time.monotonic() + 300
     while not list(folder.glob("features-0-of-2-*.safetensors")):
-        assert first.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
+        assert killed.poll() is None and time.monotonic() < until, logs[0].read_text()[-3000:]
         time.sleep(0.01)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    for shard in ("0/2", "1/2"):
-        assert worker(engine_python, talks, folder, log, shard).wait(300) == 0, log.read_text()[-3000:]
-        assert ("rows of this worker are stored already" in log.read_text()) == (shard == "0/2")
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    first = worker(engine_python, talks, folder, logs[0], "0/2")
+    for process, log in zip((first, second), logs, strict=True):
+        assert process.wait(300) == 0, log.read_text()[-3000:]
+    assert "rows of this worker are stored already" in logs[0].read_text()
     online = OnlineSource(target, rows)
     source = OfflineSource(folder, expected=TargetBackEnd(target).contract)
     assert source.lengths == online.lengths == rows.lengths
