@@ -60,7 +60,6 @@ def main(job_path, result_path):
         "disable_log_stats": False,
         "enable_prefix_caching": False,
         "max_num_seqs": job["batch_size"],
-        "async_scheduling": False,
     }
     if job.get("max_model_len"):
         options["max_model_len"] = job["max_model_len"]

@@ -165,6 +165,8 @@ def test_the_run_without_a_head_serves_several_heads(served):
     )  # fmt: skip
     assert check.check(root / "export").passed and check.check(root / "export").passed
     assert (root / "answers.json.log").read_text().splitlines() == ["None", *[str(root / "export")] * 2]
+    # vLLM stops drafting, for the whole batch, where one request is within two drafts of the window
+    assert check._job["max_model_len"] > max(map(len, check.prompts)) + 12 + 2 * 3
 
 
 def test_an_export_is_held_against_the_checkpoint(served, tmp_path):
@@ -268,7 +270,6 @@ class LLM:
     count = 0
     def __init__(self, **options):
         assert options["speculative_config"]["method"] == "eagle3" and options["dtype"] == "float32", options
-        assert options["async_scheduling"] is False, options  # it loses drafts now and then
     def generate(self, prompts, sampling, use_tqdm):
         LLM.count += len(prompts)
         make = lambda prompt: N(outputs=[N(token_ids=prompt["prompt_token_ids"][:1], text="x", logprobs=None)])
