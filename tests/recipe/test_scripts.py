@@ -86,7 +86,7 @@ def test_a_half_made_environment_is_made_again(copy, failing):
 
 def test_speculators_may_be_missing(copy):
     """Only its tests need it; they are left out then."""
-    (copy.parent / "fail").write_text("speculators")
+    (copy.parent / "fail").write_text("speculators==")
     code, out, err = run(copy, "scripts/setup_env.sh")
     assert code == 0 and out and "speculators could not be installed; its tests are left out" in err
 
