@@ -4,7 +4,8 @@
 
 Prints a row a draft shape: acceptance length, speed-up over plain decoding (wall clock, prefill included, one request
 at a time), its share of the acceptance length, a step's cost in plain steps, split into draft, verification and the
-rest, and where the missing share goes. Without ``--model_path`` a random head of the usual size is used: the costs are real, the acceptance is not.
+rest, and where the missing share goes. Without ``--model_path`` a random head of the usual size is used: the costs are
+real, the acceptance is not.
 """
 
 from __future__ import annotations
