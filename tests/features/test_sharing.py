@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features import FeatureRow, OfflineSource, predicting_positions
-from modelopt_eagle.features.dump import shared_tokens
+from modelopt_eagle.features.dump import import_rows, shared_tokens
 from modelopt_eagle.features.store import StoreReader, StoreWriter, bytes_per_token, files, maintenance
 from modelopt_eagle.features.store.codec import restore, widen_e4m3
 from modelopt_eagle.features.store.sharing import BLOCK, PrefixIndex, agreeing
@@ -172,6 +172,9 @@ def test_a_store_of_version_1_is_read_and_continued(tmp_path):
     asked = replace(contract(), final_is_normed=True)
     assert_equal(batches(tmp_path / "old", expected=asked), batches(tmp_path / "new", expected=asked))
     assert maintenance.summarise(tmp_path / "old").shared == 0
+    assert import_rows(OfflineSource(tmp_path / "old"), tmp_path / "again", "bfloat16") == len(rows)
+    again = maintenance.summarise(tmp_path / "again")
+    assert again.shared == maintenance.summarise(tmp_path / "new").shared and again.contract.format_version == 2
 
 
 def test_inspect_says_what_is_saved(tmp_path, capsys):

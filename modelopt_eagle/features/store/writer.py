@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from modelopt_eagle.errors import FeatureError
-from modelopt_eagle.features.batch import FeatureContract, FeatureRow
+from modelopt_eagle.features.batch import FORMAT_VERSION, FeatureContract, FeatureRow
 from modelopt_eagle.features.store.codec import (
     check_dtype,
     drop_prefix,
@@ -57,7 +57,8 @@ class StoreWriter:
 
     Args:
         folder: the store, made if it does not exist.
-        contract: how the rows are made; ``contract.dtype`` is the storage dtype.
+        contract: how the rows are made; ``contract.dtype`` is the storage dtype. Its format version does not count: a
+            new store has the newest.
         dataset_hash: see :func:`dataset_hash`.
         dataset_rows: rows of the whole data set.
         worker: (i, n), this worker's share ``--shard i/n``.
@@ -122,7 +123,7 @@ class StoreWriter:
         known: set[str] = set()
         found = read_manifests(self.folder) if is_store(self.folder) else {}
         versions = [manifest.contract.format_version for manifest in found.values()]
-        contract = replace(fresh.contract, format_version=min(versions, default=fresh.contract.format_version))
+        contract = replace(fresh.contract, format_version=min(versions, default=FORMAT_VERSION))
         self._manifest = Manifest(contract, fresh.dataset_hash, fresh.dataset_rows)
         for name, manifest in found.items():
             manifest.contract.require(fresh.contract, str(self.folder / name), ignore=())
