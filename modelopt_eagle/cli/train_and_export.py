@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from modelopt_eagle.errors import ExportError
+from modelopt_eagle.errors import ExportError, RecipeError
 from modelopt_eagle.recipe import Recipe, train_recipe
 
 INTERRUPTED, BELOW_BOUND = 130, 1
@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if finished_state(recipe) is None:
         check_export_path(recipe)
+        check_cuda_graph(recipe)
     result = train(recipe)
     untrained = recipe.training.dry_run and not result.finished  # a finished run is reported as it is
     if not result.finished and not untrained:
@@ -78,6 +79,22 @@ def check_export_path(recipe: Recipe) -> None:
         )
     if not is_export(path):
         raise ExportError(f"{path} holds files that no export writes: name another export.path")
+
+
+def check_cuda_graph(recipe: Recipe) -> None:
+    """Refuse before training what validation would refuse after it.
+
+    Raises:
+        RecipeError: a CUDA graph is asked for, and the target will not lie on a CUDA device.
+    """
+    import torch
+
+    device = recipe.model.device
+    if recipe.validation.cuda_graph == "on" and (device == "cpu" or not torch.cuda.is_available()):
+        raise RecipeError(
+            f"validation.cuda_graph is on, but there is no CUDA device here or model.device is not one ({device}): "
+            "set validation.cuda_graph: auto, or off"
+        )
 
 
 def validate(recipe: Recipe, result) -> dict:

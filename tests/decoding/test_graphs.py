@@ -14,7 +14,7 @@ from modelopt_eagle.decoding.draft_graphs import DraftGraphs
 from modelopt_eagle.decoding.draft_loop import DraftLoop, Where
 from modelopt_eagle.decoding.options import DraftPlan
 from modelopt_eagle.decoding.recorder import CudaGraphRecorder, choose_recorder
-from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.errors import DecodingError, RecipeError
 
 MODES = [
     dict(num_steps=4),
@@ -247,3 +247,18 @@ def test_a_failed_capture_is_an_error_that_names_the_switch_or_a_warning(monkeyp
         replay = CudaGraphRecorder(fall_back=True).record(lambda x: (x + 1,), [place])
     place.fill_(5)
     assert replay()[0].tolist() == [6, 6]
+
+
+def test_a_run_with_the_graph_on_is_refused_before_training(monkeypatch):
+    """Without a CUDA device it would fail only after hours, when it is validated."""
+    from modelopt_eagle.cli.train_and_export import check_cuda_graph
+    from modelopt_eagle.recipe import Recipe
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_cuda_graph(Recipe())
+    with pytest.raises(RecipeError, match="validation.cuda_graph is on.*set validation.cuda_graph: auto, or off"):
+        check_cuda_graph(Recipe.model_validate({"validation": {"cuda_graph": "on"}}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_cuda_graph(Recipe.model_validate({"validation": {"cuda_graph": "on"}}))
+    with pytest.raises(RecipeError, match=r"model.device is not one \(cpu\)"):
+        check_cuda_graph(Recipe.model_validate({"validation": {"cuda_graph": "on"}, "model": {"device": "cpu"}}))
