@@ -25,19 +25,28 @@ def pictured(*turns):
     return row
 
 
+class MadeOnce(dict):
+    """Values that are made when they are first asked for."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, family):
+        self[family] = self.make(family)
+        return self[family]
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Folder of each family."""
-    made = {}
-    for family in FAMILIES:
-        made[family] = make_folder(family, tmp_path_factory.mktemp("vision") / family)
-    return made
+    return MadeOnce(lambda family: make_folder(family, tmp_path_factory.mktemp("vision") / family))
 
 
 @pytest.fixture(scope="session")
 def targets(folders):
     """The loaded targets. Read only."""
-    return {family: load_target(folder) for family, folder in folders.items()}
+    return MadeOnce(lambda family: load_target(folders[family]))
 
 
 @pytest.fixture(params=list(FAMILIES))
