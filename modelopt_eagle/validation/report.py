@@ -134,7 +134,7 @@ def best_setting(rows: list[dict]) -> dict:
 
 def cost_fields(speed: Speed) -> dict:
     """What a measured speed-up is made of: seconds a step, and the acceptance length above which drafting pays."""
-    names = ("plain_step", "draft_step", "verify_step", "other_step", "break_even", "efficiency")
+    names = ("plain_step", "draft_step", "verify_step", "other_step", "break_even", "efficiency", "processor_share")
     return {name: getattr(speed, name) for name in names}
 
 
@@ -147,7 +147,17 @@ def speed_line(speed: Speed) -> str:
         f"{speed.acceptance_length:.2f} of those prompts; a step costs {speed.break_even:.2f} plain steps "
         f"(draft {1e3 * speed.draft_step:.1f} ms, verify {1e3 * speed.verify_step:.1f} ms, other "
         f"{1e3 * speed.other_step:.1f} ms; plain {1e3 * speed.plain_step:.1f} ms), so drafting pays above an "
-        f"acceptance length of {speed.break_even:.2f}{verdict}; {same_text(speed)}"
+        f"acceptance length of {speed.break_even:.2f}{verdict}; {same_text(speed)}{disturbance(speed)}"
+    )
+
+
+def disturbance(speed: Speed) -> str:
+    """A warning if the machine was busy with other work while the times were taken."""
+    if not speed.disturbed:
+        return ""
+    return (
+        f"; other work held this one up ({100 * speed.processor_share:.0f} % of the time on a processor): measure the "
+        "speed again on a quiet machine"
     )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from modelopt_eagle.decoding import GenerationOutput, PlainGenerator, PseudoSpeculativeGenerator, Timings
 from modelopt_eagle.decoding.parity import Divergence, first_divergence
 from modelopt_eagle.target.model import Target
+
+UNDISTURBED = 0.8
+"""Least share of the time on a processor that times are trusted at."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,8 @@ class Speed:
         plain_step, draft_step, verify_step, other_step: seconds a step, prefill left out.
         tokens: new tokens timed.
         divergences: texts that are not plain decoding's, where they part; near ties of the target, or a fault.
+        processor_share: processor seconds of this process over seconds that passed; well below 1 on a CPU if other work
+            kept it waiting, so that the times say little. ``None`` on other devices.
     """
 
     speedup: float
@@ -30,6 +38,12 @@ class Speed:
     other_step: float
     tokens: int
     divergences: tuple[Divergence, ...] = ()
+    processor_share: float | None = None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other work on the machine held this one up for a good part of the time."""
+        return self.processor_share is not None and self.processor_share < UNDISTURBED
 
     @property
     def break_even(self) -> float:
@@ -63,14 +77,20 @@ def measure_speed(
         generator.generate([prompts[0]], min(8, max_new_tokens))
     base: list[GenerationOutput] = []
     outputs: list[list[GenerationOutput]] = [[] for _ in generators]
+    begun, used = time.perf_counter(), time.process_time()
     for prompt in prompts:
         base.append(plain.generate([prompt], max_new_tokens))
         for own, generator in zip(outputs, generators, strict=True):
             own.append(generator.generate([prompt], max_new_tokens))
-    return [_speed(generators[0].target, prompts, base, own) for own in outputs]
+    target, share = generators[0].target, None
+    if torch.device(target.device).type == "cpu":
+        share = (time.process_time() - used) / (time.perf_counter() - begun)
+    return [_speed(target, prompts, base, own, share) for own in outputs]
 
 
-def _speed(target: Target, prompts, base: list[GenerationOutput], own: list[GenerationOutput]) -> Speed:
+def _speed(
+    target: Target, prompts, base: list[GenerationOutput], own: list[GenerationOutput], share: float | None
+) -> Speed:
     plain, mine = _pool(base), _pool(own)
     parted = [
         first_divergence(target, prompt, a.tokens[0], b.tokens[0])
@@ -89,6 +109,7 @@ def _speed(target: Target, prompts, base: list[GenerationOutput], own: list[Gene
         other_step=mine.other / steps,
         tokens=tokens,
         divergences=tuple(d for d in parted if d is not None),
+        processor_share=share,
     )
 
 

@@ -12,6 +12,7 @@ from modelopt_eagle.target.model import Target
 
 from .measure import time_generators
 from .report import best_setting, format_table, plan_fields
+from .speed import UNDISTURBED
 
 CHAINS = (1, 2, 3, 4, 5, 7)
 TREES = ((2, 2, 5), (2, 3, 7), (4, 3, 9), (4, 4, 13), (8, 4, 17), (8, 5, 33))
@@ -70,6 +71,7 @@ def sweep(
             "acceptance_length": speed.acceptance_length,
             "speedup": speed.speedup,
             "break_even": speed.break_even,
+            "processor_share": speed.processor_share,
         }
         for plan, speed in zip(plans, speeds, strict=True)
     ]
@@ -87,10 +89,13 @@ def sweep_table(rows: Sequence[dict]) -> str:
 
 def advice(rows: Sequence[dict]) -> str:
     """What to use on this machine, from the rows of a sweep."""
-    best = best_setting(rows)
+    best, share = best_setting(rows), rows[0].get("processor_share")
+    busy = ""
+    if share is not None and share < UNDISTURBED:
+        busy = f" (doubtful: other work held this one up, {100 * share:.0f} % of the time on a processor)"
     if best["mode"] == "plain":
-        return "best on this machine: draft nothing, every shape is slower than plain decoding"
-    return f"best on this machine: {plan_name(best)}, {max(row['speedup'] for row in rows):.2f}x"
+        return "best on this machine: draft nothing, every shape is slower than plain decoding" + busy
+    return f"best on this machine: {plan_name(best)}, {max(row['speedup'] for row in rows):.2f}x{busy}"
 
 
 def plan_name(row: dict) -> str:
