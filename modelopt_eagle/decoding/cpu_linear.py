@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ LAYOUT_ROWS = 8
 """Rows that the packed layout is chosen for; it serves other numbers as well."""
 FEW_ROWS, PADDED_ROWS, PADDED_WEIGHTS = 3, 4, 1 << 18
 """One or two rows go as four through layers of so many weights: oneDNN is up to a quarter faster at three to six."""
+SAMPLE = 64
 _SHARED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FastLinears]] = weakref.WeakKeyDictionary()
 
 
@@ -32,7 +34,7 @@ class FastLinears:
 
     Layers that are no plain ``nn.Linear`` (quantised, parametrised, adapted), that already have a forward of their own
     or that are small keep theirs. A packed copy takes as much memory as its weight, and lives as long as this object;
-    a weight that moved or was changed in place is packed again at the next :meth:`use`.
+    a weight that moved or was changed is packed again at the next :meth:`use`.
 
     Args:
         model: whose layers.
@@ -42,7 +44,7 @@ class FastLinears:
     def __init__(self, model: nn.Module, pack: bool):
         self.pack = pack
         self._model = weakref.ref(model)
-        self._packed: dict[nn.Linear, tuple[tuple[int, int], Tensor]] = {}
+        self._packed: dict[nn.Linear, _Copy] = {}
 
     @classmethod
     def shared(cls, model: nn.Module, switch: str | bool) -> FastLinears | None:
@@ -86,10 +88,36 @@ class FastLinears:
         weight = linear.weight.detach()
         if not self.pack or weight.is_inference():  # inference tensors do not tell that they were changed
             return weight
-        mark = weight.data_ptr(), linear.weight._version
-        if linear not in self._packed or self._packed[linear][0] != mark:
-            self._packed[linear] = mark, torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS)
-        return self._packed[linear][1]
+        copy = self._packed.get(linear)
+        if copy is None or not copy.is_of(weight):
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS)
+            copy = self._packed[linear] = _Copy(weight, weight._version, _sample(weight).clone(), packed)
+        return copy.packed
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A packed weight and what it was made from."""
+
+    weight: Tensor  # held, so that no other weight comes to lie at its address
+    version: int
+    sample: Tensor
+    packed: Tensor
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether a weight is still what was packed. PyTorch does not count what is written through ``.data``, as
+        adapters do when they are merged; that is seen by a sample of the numbers."""
+        return (
+            self.weight.data_ptr() == weight.data_ptr()
+            and self.version == weight._version
+            and torch.equal(self.sample, _sample(weight))
+        )
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Up to some 100 numbers of a matrix, from all over it."""
+    diagonal = weight.diagonal()
+    return diagonal[:: max(1, len(diagonal) // SAMPLE)]
 
 
 def _forward(weight: Tensor, linear: nn.Linear):
@@ -114,6 +142,7 @@ def eligible(model: nn.Module) -> list[nn.Linear]:
         part
         for part in model.modules()
         if type(part) is nn.Linear
+        and "weight" in part._parameters  # else a hook computes it anew at each call (pruning, weight norm)
         and part.weight.dtype == torch.float32
         and part.weight.device.type == "cpu"
         and part.weight.numel() >= LEAST_WEIGHTS

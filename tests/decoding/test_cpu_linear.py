@@ -105,9 +105,9 @@ def test_changed_weights_are_read_anew():
         torch.testing.assert_close(found, model(x).detach(), atol=2e-5, rtol=0)
 
     equal()
-    packed = fast._packed[model[0]][1]
+    packed = fast._packed[model[0]].packed
     equal()
-    assert fast._packed[model[0]][1] is packed  # unchanged weights are not packed again
+    assert fast._packed[model[0]].packed is packed  # unchanged weights are not packed again
     model(x).square().sum().backward()
     optimizer.step()
     equal()
@@ -115,6 +115,25 @@ def test_changed_weights_are_read_anew():
     equal()
     model[0].weight.data = torch.randn(256, 256) / 16
     equal()
+    model[0].weight.data += torch.randn(256, 2) @ torch.randn(2, 256) / 16  # as an adapter is merged: not counted
+    equal()
+
+
+def test_a_weight_at_the_address_of_another_is_no_copy_of_it():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    fast, address = FastLinears(model, True), model[0].weight.data_ptr()
+    with fast.use():
+        pass
+    model[0].weight = None  # freed, were it not for the copy
+    assert torch.randn(256, 256).data_ptr() != address
+
+
+def test_weights_that_a_hook_computes_are_left_alone():
+    from torch.nn.utils import prune
+
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+    prune.random_unstructured(model[0], "weight", 0.5)
+    assert eligible(model) == []
 
 
 def test_gradients_take_the_layers_own_forward():
