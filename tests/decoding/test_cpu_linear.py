@@ -1,6 +1,7 @@
 """oneDNN's linear layers: equal to ``nn.Linear`` within rounding, lent for the time of a call, shared, never stale."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -119,13 +120,16 @@ def test_changed_weights_are_read_anew():
     equal()
 
 
-def test_a_weight_at_the_address_of_another_is_no_copy_of_it():
+def test_a_packed_weight_is_held_so_that_no_other_gets_its_address():
     model = torch.nn.Sequential(torch.nn.Linear(256, 256))
-    fast, address = FastLinears(model, True), model[0].weight.data_ptr()
+    fast, memory = FastLinears(model, True), weakref.ref(model[0].weight.untyped_storage())
     with fast.use():
         pass
-    model[0].weight = None  # freed, were it not for the copy
-    assert torch.randn(256, 256).data_ptr() != address
+    model[0].weight = None
+    assert memory() is not None
+    del fast
+    gc.collect()
+    assert memory() is None
 
 
 def test_weights_that_a_hook_computes_are_left_alone():
