@@ -25,7 +25,10 @@ HEADS = {
     "deep": (OTHERS, ["eagle.draft_vocab_size=4096", "eagle.num_layers=2"]),
     "full": (
         DEFAULT,
-        ["eagle.draft_vocab_size=null", "training.batch_size=4", "eagle.ttt_steps=1", "eagle.ttt_warmup=0"],
+        [
+            "eagle.draft_vocab_size=null", "training.batch_size=4", "training.epochs=2", "eagle.ttt_steps=1",
+            "eagle.ttt_warmup=0",
+        ],
     ),
     "flags": (
         TWO,
@@ -55,7 +58,7 @@ def head_recipe(name: str, output: Path):
             f"training.output_dir={output}",
             f"eagle.aux_layer_ids={list(layers)}",
             f"data.max_rows={CONVERSATIONS}",
-            "training.epochs=5",
+            "training.epochs=4",
             "training.time_budget_minutes=null",
             "training.report_to=none",
             *overrides,
