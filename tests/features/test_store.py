@@ -91,6 +91,26 @@ def test_workers_write_side_by_side_and_merge(tmp_path):
     check_all(tmp_path)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_merge_that_was_killed_counts_and_loses_no_shard_twice(tmp_path, damaged):
+    for worker in ((0, 2), (1, 2)):
+        with open_writer(tmp_path, worker=worker) as writer:
+            for index in range(worker[0], 20, 2):
+                writer.add(index, make_row(index))
+    left = (tmp_path / "manifest-1-of-2.json").read_bytes()
+    shards = maintenance.merge(tmp_path)
+    (tmp_path / "manifest-1-of-2.json").write_bytes(left)  # killed before it was deleted
+    before = maintenance.summarise(tmp_path)
+    assert (before.rows, before.shards) == (20, shards)
+    if damaged:
+        next(tmp_path.glob("features-1-of-2-*")).write_bytes(b"cut")
+    report = maintenance.verify(tmp_path, drop_bad=True)
+    assert (report.shards, report.rows, len(report.bad)) == (shards, 20, int(damaged))
+    assert len(StoreReader(tmp_path)) == 20 - report.dropped_rows and bool(report.dropped_rows) == damaged
+    fill(tmp_path, worker=(1, 2))
+    check_all(tmp_path)
+
+
 def test_reading_while_another_appends(tmp_path):
     writer = open_writer(tmp_path)
     for index in range(8):

@@ -75,7 +75,8 @@ def summarise(folder: str | Path) -> StoreSummary:
     """
     manifests = read_manifests(Path(folder))
     first = next(iter(manifests.values()))
-    shards = [shard for manifest in manifests.values() for shard in manifest.shards]
+    named = {shard.file: shard for manifest in manifests.values() for shard in manifest.shards}
+    shards = list(named.values())  # a merge that was killed leaves entries twice
     lengths = [tokens for shard in shards for tokens in shard.tokens]
     shared = sum(shard.shared for shard in shards)
     bins = Counter(max(length, 1).bit_length() for length in lengths)
@@ -123,11 +124,16 @@ def verify(
     locks = _lock_all(folder) if drop_bad else []
     try:
         report = VerifyReport()
-        total, done = sum(shard.bytes for manifest in manifests.values() for shard in manifest.shards), 0
+        named = {shard.file: shard.bytes for manifest in manifests.values() for shard in manifest.shards}
+        total, done = sum(named.values()), 0
         seen: dict[int, str] = {}
         for name, manifest in manifests.items():
             good = []
             for entry in manifest.shards:
+                if entry.file not in named:  # a merge that was killed: an earlier manifest names it, too
+                    good += [entry] if entry.file not in report.bad else []
+                    continue
+                del named[entry.file]
                 if problem := _problem(folder, entry, manifest, seen):
                     report.bad[entry.file] = problem
                     report.dropped_rows += len(entry.row_ids) if drop_bad else 0
