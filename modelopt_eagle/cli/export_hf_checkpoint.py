@@ -97,7 +97,6 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.export import export_checkpoint, read_head
     from modelopt_eagle.export.engine_versions import parse_versions
     from modelopt_eagle.export.licence import licence_of
-    from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
     rope_scaling = parse_rope_scaling(arguments.rope_scaling)
     options, target = reading_options(arguments)
@@ -116,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
             "target_license": licence_of(arguments.base_model or head.config.target_name),
             **find_report(arguments.model_path, head.folder, arguments.report),
         },
-        adapter=head.folder / ADAPTER if (head.folder / ADAPTER).is_dir() else None,
+        adapter=head.adapter,
     )
     print(f"read      {head.folder} ({head.layout})")
     print(f"exported  {report.path}: {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB")

@@ -104,6 +104,11 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer_hash=identity["tokenizer_hash"],
         options=read_options(arguments, identity["num_layers"]),
     )
+    if "target_adapter" in head.config.extra:
+        print(
+            f"warning: the head was trained together with an adapter on its target: unless {name} is the merged target "
+            "(--base_model), it is calibrated and measured over another model"
+        )
     batches = calibration_batches(arguments, target, head.config.aux_layer_ids)
     prompts = load_prompts(arguments.prompts, arguments.num_samples)
 
@@ -117,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     report = quantize_drafter(
         head.module, arguments.export_path, arguments.format, feed(batches, target.embedding, arguments.steps),
         measure=measure, max_drop=arguments.max_drop, target=target, overwrite=arguments.overwrite,
+        adapter=head.adapter,
     )  # fmt: skip
     print(f"calibrated         on {len(batches)} rows, {report.layers} layers to {report.form}")
     print(f"size               {report.bytes_before / 1e6:.1f} MB before, {report.bytes_after / 1e6:.1f} MB after")

@@ -259,9 +259,9 @@ def data_facts(recipe: Recipe, result) -> str | None:
 
 
 def recipe_facts(recipe: Recipe) -> str:
-    """For the card: every setting of the head and of its training that is not the default, paths left out."""
+    """For the card: each setting of head, training and adapters that is not the default, paths left out."""
     facts = []
-    for section in ("eagle", "training"):
+    for section in ("eagle", "training", "target_lora"):
         values = getattr(recipe, section)
         for key, field in type(values).model_fields.items():
             value = getattr(values, key)

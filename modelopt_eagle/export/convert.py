@@ -149,12 +149,13 @@ def write_checked(
     dtype: torch.dtype,
     overwrite: bool,
     options: ReadOptions,
+    adapter: Path | None,
 ) -> ExportReport:
     """Write a foreign layout, read it back by our reader and compare, as an export does."""
     tensors, data = files()
     card = model_card(module.config, universal_config(module.config, dtype), report={}, notes=[])
     with whole_folder(path, overwrite) as folder:
-        write_folder(folder, tensors, {"config.json": data, "README.md": card})
+        write_folder(folder, tensors, {"config.json": data, "README.md": card}, adapter)
         written = load_draft(folder, options=options)
         difference = compare(
             rebuilt(written, without_record(written.config)), rebuilt(module, without_record(module.config)), dtype
@@ -198,15 +199,17 @@ def convert_checkpoint(
     head = read_head(source, dtype=dtype, strict=strict, options=options)
     dtype = parse_dtype(dtype) or head.module.fc.weight.dtype
     if to == "universal":
-        return export_checkpoint(head.module, head.config, path, target=target, dtype=dtype, overwrite=overwrite)
+        return export_checkpoint(
+            head.module, head.config, path, target=target, dtype=dtype, overwrite=overwrite, adapter=head.adapter
+        )
     module = without_copy(rebuilt(head.module, with_target(head.config, target)), table_of(target))
     if to == "speculators":
         module = with_embedding_for_speculators(module, target)
         return write_checked(
             module, path, lambda: speculators_files(module, dtype), dtype=dtype, overwrite=overwrite,
-            options=ReadOptions(layout="speculators"),
+            options=ReadOptions(layout="speculators"), adapter=head.adapter,
         )  # fmt: skip
     return write_checked(
         module, path, lambda: eagle_files(module, dtype, options.target_layers), dtype=dtype, overwrite=overwrite,
-        options=ReadOptions(layout="eagle", target_layers=options.target_layers),
+        options=ReadOptions(layout="eagle", target_layers=options.target_layers), adapter=head.adapter,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
 from .engine_quant import is_quantised
 from .folders import resolve_checkpoint
@@ -41,6 +42,11 @@ class LoadedHead:
     def config(self) -> DraftConfig:
         """The head's configuration."""
         return self.module.config
+
+    @property
+    def adapter(self) -> Path | None:
+        """The PEFT folder of the target's adapter that the head was trained with, if it lies there."""
+        return self.folder / ADAPTER if (self.folder / ADAPTER).is_dir() else None
 
 
 def check_dtype(tensors: dict[str, Tensor], named: str | None, where: str) -> torch.dtype:

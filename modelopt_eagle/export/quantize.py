@@ -190,6 +190,7 @@ def quantize_drafter(
     target=None,
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
+    adapter: str | Path | None = None,
 ) -> QuantizationReport:
     """Quantise a head and export it, unless it lost too much.
 
@@ -202,6 +203,7 @@ def quantize_drafter(
         max_drop: largest relative loss that is still exported.
         target: as in ``export_checkpoint``.
         dtype: of the tensors that stay unquantised; ``None`` keeps theirs.
+        adapter: as in ``export_checkpoint``.
 
     Raises:
         ExportError: the head lost more than ``max_drop``; or see :func:`calibrate`.
@@ -233,7 +235,8 @@ def quantize_drafter(
     report.needs = [needed_version(name, config, quantised=True).text(name) for name in PROFILES]
     card = model_card(config, data, report=found, notes=notes + report.notes)
     with whole_folder(path, overwrite) as folder:
-        write_folder(folder, tensors, {"config.json": data, "hf_quant_config.json": legacy, "README.md": card})
+        files = {"config.json": data, "hf_quant_config.json": legacy, "README.md": card}
+        write_folder(folder, tensors, files, adapter)
         check_written(folder, packed, tensors, form, config)
     return report
 

@@ -165,8 +165,10 @@ def compare(written: EagleModule, module: EagleModule, dtype: torch.dtype) -> fl
     return difference
 
 
-def write_folder(folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, Any]) -> None:
-    """``model.safetensors`` and the given JSON or text files."""
+def write_folder(
+    folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, Any], adapter: str | Path | None = None
+) -> None:
+    """``model.safetensors``, the given JSON or text files, and a copy of the target's adapter."""
     try:
         save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     except SafetensorError as error:
@@ -174,6 +176,8 @@ def write_folder(folder: Path, tensors: dict[str, torch.Tensor], files: dict[str
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
         (folder / name).write_text(text, encoding="utf-8")
+    if adapter is not None:
+        shutil.copytree(adapter, folder / ADAPTER)
 
 
 def export_checkpoint(
@@ -229,9 +233,7 @@ def export_checkpoint(
     needs = [needed_version(name, config, layer_names=layer_names).text(name) for name in PROFILES]
     card = model_card(config, data, report=report or {}, notes=notes)
     with whole_folder(path, overwrite) as folder:
-        write_folder(folder, tensors, {"config.json": data, "README.md": card})
-        if adapter is not None:
-            shutil.copytree(adapter, folder / ADAPTER)
+        write_folder(folder, tensors, {"config.json": data, "README.md": card}, adapter)
         difference = compare(load_draft(folder), exported, dtype)
         size = (folder / "model.safetensors").stat().st_size
     return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference, notes, needs)

@@ -138,6 +138,7 @@ def continued_head(recipe: Recipe, identity: dict, embedding: torch.Tensor | Non
     config.target_name = config.target_name or identity["model"]
     config.tokenizer_hash = config.tokenizer_hash or identity["tokenizer_hash"]
     config.extra = {**config.extra, "template_hash": identity["template_hash"]}
+    config.extra.pop("target_adapter", None)  # this run's target has none, or a new one
     return module
 
 

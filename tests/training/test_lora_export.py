@@ -6,13 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelopt_eagle.cli import ar_validate, export_hf_checkpoint, train_and_export
+from modelopt_eagle.cli import ar_validate, convert_checkpoint, export_hf_checkpoint, quantize_drafter, train_and_export
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.export import load_draft
 from modelopt_eagle.export.folders import is_export
+from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.adapter import TargetAdapter, check_adapter
 from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.training.heads import continued_head
 
 from .runs import write_conversations
 
@@ -53,6 +55,7 @@ def test_the_export_carries_the_adapter_and_says_how_to_serve_it(tiny_target_dir
     assert "with the adapter in `target_adapter/`" in card and "merge_and_unload" in card
     assert "--enable-lora --max-lora-rank 8 --lora-modules adapted=THIS_FOLDER/target_adapter" in card
     assert "vllm serve MERGED_TARGET --speculative-config" in card
+    assert "`target_lora.rank=4`" in card
     assert load_draft(export).config.extra["target_adapter"]["rank"] == 4
     assert is_export(export)
 
@@ -85,6 +88,31 @@ def test_a_checkpoint_is_exported_with_its_adapter(output, tmp_path):
     assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in again)
     (tmp_path / "export" / "target_adapter" / "notes.txt").write_text("mine")
     assert not is_export(tmp_path / "export")  # so it is never overwritten
+
+
+@pytest.mark.parametrize("to", ["universal", "speculators", "eagle"])
+def test_a_conversion_keeps_the_adapter(tiny_target_dir, output, tmp_path, to):
+    command = ["--input", str(output), "--output", str(tmp_path / to), "--to", to, "--base-model", str(tiny_target_dir)]
+    assert convert_checkpoint.main(command) == 0
+    kept, first = (
+        folder / "target_adapter" / "adapter_model.safetensors" for folder in (tmp_path / to, output / "export")
+    )
+    assert kept.read_bytes() == first.read_bytes() and is_export(tmp_path / to)
+
+
+def test_quantisation_keeps_the_adapter_and_says_whose_text_is_measured(tiny_target_dir, output, tmp_path, capsys):
+    command = ["--model_path", str(output), "--format", "int8", "--calib_data", "quickstart", "--calib_samples", "2",
+               "--base_model", str(tiny_target_dir), "--export_path", str(tmp_path / "int8"), "--num_samples", "2",
+               "--max_new_tokens", "4", "--max_drop", "0.9"]  # fmt: skip
+    assert quantize_drafter.main(command) == 0
+    assert "trained together with an adapter on its target" in capsys.readouterr().out
+    assert (tmp_path / "int8" / "target_adapter" / "adapter_config.json").is_file()
+
+
+def test_a_head_that_goes_on_without_the_adapter_does_not_claim_it(tiny_target_dir, output):
+    recipe = load_recipe("eagle3", [f"model.draft_init={output}", "eagle.draft_vocab_size=null"])
+    continued = continued_head(recipe, load_target(tiny_target_dir).identity())
+    assert "target_adapter" in load_draft(output).config.extra and "target_adapter" not in continued.config.extra
 
 
 def test_an_adapter_without_a_place_in_the_target_is_found_by_reading_back(tmp_path):
