@@ -18,7 +18,8 @@ class Estimate:
         target_bytes: of the target's weights in the recipe's dtype.
         training_bytes: weights, gradients and two moments of the head, float32.
         checkpoint_bytes: one checkpoint.
-        feature_bytes: all features of the training data in the target's dtype, as a store or in memory.
+        feature_bytes: all features of the training data in the target's dtype, as a store or in memory. A store keeps
+            prefixes that rows share once, so it may be smaller (`compute_hidden_states_hf.py --estimate` counts them).
         rows, tokens, supervised: of the training data.
         steps: optimiser steps, unless time ends the run sooner.
         target_flops, head_flops: of the whole run.
@@ -49,7 +50,7 @@ class Estimate:
             f"(weights, gradients, moments)",
             f"checkpoint   {size(self.checkpoint_bytes)} each",
             f"data         {self.rows:,} rows, {self.tokens:,} tokens, {share:.0%} supervised",
-            f"features     {size(self.feature_bytes)} if they are kept",
+            f"features     {size(self.feature_bytes)} if they are kept, less what rows have in common at their start",
             f"steps        {self.steps:,}",
             f"arithmetic   {self.target_flops:.2e} operations of the target, {self.head_flops:.2e} of the head",
             f"time         at least {shown} at {flops_per_second / 1e9:,.0f} GFLOP/s ({rate_from})",

@@ -43,7 +43,7 @@ def test_estimate_counts_what_training_then_finds(tiny_target_dir, tiny_target, 
 
     assert found.head_parameters == sum(p.numel() for p in load_draft(tmp_path / "run").parameters())
     stored = sum(file.stat().st_size for file in (tmp_path / "run" / "features").glob("*.safetensors"))
-    assert found.feature_bytes == pytest.approx(stored, rel=0.1)
+    assert 0.85 * found.feature_bytes < stored < 1.02 * found.feature_bytes  # the rows begin with one template
     written = sum(file.stat().st_size for file in result.last_checkpoint.glob("*.*t*"))
     assert found.checkpoint_bytes == pytest.approx(written, rel=0.2)
 
