@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import ExportError
 
+from .engine_profiles import PROFILES
 from .universal import FLAGS
 
+RELEASE_PARTS = 4
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
 
 
@@ -88,11 +90,12 @@ class Need:
 
 
 def parts_of(version: str) -> tuple[int, ...]:
-    """``"0.4.4.post2" -> (0, 4, 4, 2)``; what follows a ``+`` or a pre-release letter is left out."""
-    found = re.match(r"\d+(?:\.\d+)*(?:\.post\d+)?", version.strip().removeprefix("v"))
+    """``"0.4.4.post2" -> (0, 4, 4, 0, 2)``; 0.22 is 0.22.0; without pre-release letters and what follows a ``+``."""
+    found = re.match(r"(\d+(?:\.\d+)*)(?:\.post(\d+))?", version.strip().removeprefix("v"))
     if not found:
         raise ExportError(f"expected a version such as 0.22.0, found {version!r}")
-    return tuple(int(number) for number in re.findall(r"\d+", found.group()))
+    numbers = [int(number) for number in found[1].split(".")]
+    return (*numbers, *[0] * (RELEASE_PARTS - len(numbers)), int(found[2] or 0))
 
 
 def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> list[str]:
@@ -122,6 +125,21 @@ def needed_version(engine: str, config: DraftConfig, *, quantised: bool = False,
         return Need(None, (), unknown)
     version = max(found.values(), key=parts_of)
     return Need(version, tuple(name for name, own in found.items() if own == version), unknown)
+
+
+def check_faults(wanted: dict[str, str], faults: dict[str, str]) -> None:
+    """Refuse an export for engines that no release known here serves it in as trained.
+
+    Args:
+        wanted: engine to the version it will be served in.
+        faults: engine to what its newest release that was read does wrong, see ``engines.engine_faults``.
+
+    Raises:
+        ExportError: one of them, in a version up to the one that was read.
+    """
+    for engine, version in wanted.items():
+        if engine in faults and parts_of(version) <= parts_of(PROFILES[engine].version):
+            raise ExportError(f"{NAMES[engine]} {version} was asked for: {faults[engine]}")
 
 
 def check_versions(

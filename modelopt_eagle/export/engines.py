@@ -216,14 +216,19 @@ def engine_reasons(
     return reasons + quant_reasons(data, legacy, tensors, config, engine)
 
 
-def engine_notes(
+def engine_notes(*given, **named) -> list[str]:
+    """The lines of :func:`engine_faults`, for the export and its card."""
+    return list(engine_faults(*given, **named).values())
+
+
+def engine_faults(
     data: dict[str, Any],
     tensors: dict[str, Tensor],
     config: DraftConfig,
     legacy: dict[str, Any] | None = None,
     target_layers: int | None = None,
-) -> list[str]:
-    """A line for each engine that would not serve a head as trained, for the export and its card.
+) -> dict[str, str]:
+    """A line for each engine that would not serve a head as trained.
 
     Args:
         data: the content of ``config.json``.
@@ -232,16 +237,15 @@ def engine_notes(
         legacy: the content of ``hf_quant_config.json``, for a quantised head.
         target_layers: of the target, if it is known.
     """
-    notes, trained, shapes = [], module_shapes(config), plain_shapes(tensors)
+    faults, trained, shapes = {}, module_shapes(config), plain_shapes(tensors)
     for name, profile in PROFILES.items():
         reasons = config_reasons(data, config, profile, target_layers)
         reasons += tensor_reasons(shapes, config, profile, trained)
         reasons += quant_reasons(data, legacy, tensors, config, name)
         if reasons:
-            notes.append(
-                f"{profile.name} {profile.version} would not serve this head as trained: it " + "; it ".join(reasons)
-            )
-    return notes
+            line = f"{profile.name} {profile.version} would not serve this head as trained: it " + "; it ".join(reasons)
+            faults[name] = line
+    return faults
 
 
 def check_engine(folder: str | Path, engine: str, config: DraftConfig | None = None) -> None:

@@ -19,8 +19,8 @@ from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
 from .card import model_card
 from .embedding import table_of, without_copy
-from .engine_versions import check_versions, needed_version
-from .engines import PROFILES, engine_notes
+from .engine_versions import check_faults, check_versions, needed_version
+from .engines import PROFILES, engine_faults
 from .folders import whole_folder
 from .loader import load_draft
 from .names import LAYER_NAMES, file_tensors
@@ -229,7 +229,9 @@ def export_checkpoint(
         notes.append("the embedding was the target's own and was left out: engines take the target's")
     tensors = file_tensors(exported, dtype, layer_names)
     data = universal_config(config, dtype)
-    notes = notes + engine_notes(data, tensors, config, target_layers=target_identity(target).get("num_layers"))
+    faults = engine_faults(data, tensors, config, target_layers=target_identity(target).get("num_layers"))
+    check_faults(for_engines or {}, faults)
+    notes = notes + list(faults.values())
     needs = [needed_version(name, config, layer_names=layer_names).text(name) for name in PROFILES]
     card = model_card(config, data, report=report or {}, notes=notes)
     with whole_folder(path, overwrite) as folder:

@@ -178,3 +178,14 @@ def test_auto_copies_only_into_free_memory(monkeypatch):
 def test_unknown_switch(wide):
     with pytest.raises(DecodingError, match="fast_linear must be \"auto\", True or False, found 'packed'"):
         PlainGenerator(wide, fast_linear="packed")
+
+
+def test_weights_that_do_not_count_changes_are_read_as_they_lie():
+    with torch.inference_mode():
+        model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)), torch.randn(3, 256)
+        fast = FastLinears(model, True)
+        for _ in range(2):
+            with fast.use():
+                torch.testing.assert_close(model(x), torch.nn.functional.linear(x, *model[0].parameters()))
+            model[0].weight.mul_(2)
+    assert fast.packed_bytes == 0

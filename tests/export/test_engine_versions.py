@@ -60,9 +60,21 @@ def test_every_release_is_newer_than_the_one_without_and_no_newer_than_the_profi
 def test_versions_are_ordered_by_number():
     order = ["0.4.4.post2", "0.4.9", "0.5.2", "0.5.12", "0.10.1", "0.11.1", "1.0"]
     assert sorted(order, key=parts_of) == order
-    assert parts_of("0.22.0+cpu") == parts_of("v0.22.0") == (0, 22, 0) and parts_of("0.5 (main at 1)") == (0, 5)
+    assert parts_of("0.22.0+cpu") == parts_of("v0.22.0") == parts_of("0.22") and parts_of("0.5 (main at 1)") < parts_of(
+        "0.5.1"
+    )
     with pytest.raises(ExportError, match="such as 0.22.0"):
         parts_of("newest")
+
+
+def test_an_engine_that_has_never_read_it_is_refused_at_export(tmp_path):
+    head, folder = build_head(attention_bias=True), tmp_path / "out"
+    for version in ("0.5.12", "0.5.23"):
+        with pytest.raises(ExportError, match=f"SGLang {version} was asked for: .* it has no attention bias"):
+            export_checkpoint(head, None, folder, for_engines={"sglang": version})
+    assert not folder.exists()
+    report = export_checkpoint(head, None, folder, for_engines={"vllm": "0.22.0", "sglang": "9.0"})  # not read here
+    assert any("it has no attention bias" in note for note in report.notes)
 
 
 def test_an_older_release_is_refused_at_export(tmp_path, capsys):
@@ -71,7 +83,7 @@ def test_an_older_release_is_refused_at_export(tmp_path, capsys):
     with pytest.raises(ExportError, match=r"vLLM 0.21.0 does not read fc_norm \(0.22.0\); the releases"):
         export_checkpoint(head, None, tmp_path / "out", for_engines={"vllm": "0.21.0"})
     assert not (tmp_path / "out").exists()
-    export_checkpoint(head, None, tmp_path / "out", for_engines={"vllm": "0.22.0", "sglang": "0.5.17"})
+    export_checkpoint(head, None, tmp_path / "out", for_engines={"vllm": "0.22", "sglang": "0.5.17"})
     given = ["--model_path", str(tmp_path / "out"), "--export_path", str(tmp_path / "again")]
     assert run_command("export_hf_checkpoint", [*given, "--for-engine", "sglang=0.5.16"]) == 2
     assert "SGLang 0.5.16 does not read norm_before_fc (0.5.17)" in capsys.readouterr().err
