@@ -144,8 +144,7 @@ class HybridSource(PlannedSource):
     def _generate(self, missing: list[int]) -> None:
         """Make rows, hand them to the writer, and keep them until they are in a shard."""
         for index, row in self._made(missing):
-            self._fresh[index] = self._as_stored(row)
-            self._writer.add(index, row)
+            self._fresh[index] = self._writer.add_and_read(index, row)
         self.generated += len(missing)
         if not self._writer.pending:
             self._take_in()
@@ -169,7 +168,7 @@ class HybridSource(PlannedSource):
         return zip(missing, self._make([self._rows[index] for index in missing]), strict=True)
 
     def _as_stored(self, row: FeatureRow) -> FeatureRow:
-        """The row as the store will give it, with the rounding of its dtype."""
+        """The row with the rounding of the store's dtype."""
         return decode_row(join_rows([encode_row(row, self.contract)]), 0, row.row_id, row.category)
 
     def _take_in(self) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from modelopt_eagle.data import TokenizedRow
 from modelopt_eagle.errors import FeatureError
-from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource
+from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource, predicting_positions
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.store import StoreReader
@@ -74,6 +75,38 @@ def test_an_empty_folder_is_filled_and_an_interrupted_run_goes_on(tiny_target, d
         assert len(list(source.batches(0, batch_size=4, seed=0))) == 3
     assert sorted(made + again) == sorted(row.id for row in dataset.rows)
     HybridSource(tmp_path, dataset, contract)  # nothing is missing any more
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_row_made_now_is_served_with_the_prefix_that_the_store_gives_it(tmp_path, dtype):
+    """Two computations of a prefix differ by rounding; the store keeps the first."""
+    noise = torch.Generator().manual_seed(0)
+    tokens = [list(range(20)), [*range(20), 3, 4], [*range(12), 9, 9, 9], [*range(20), 3, 5, 6], [7] * 9]
+    rows = []
+    for number, ids in enumerate(tokens):
+        row = replace(make_row(number), input_ids=torch.tensor(ids))
+        supervised = torch.arange(len(ids)) % 3 == 0
+        aux = torch.stack([make_row(token + 1).aux_hidden[0] for token in ids])
+        aux *= 1 + 0.004 * torch.randn(len(ids), 1, generator=noise)
+        final = torch.randn(len(ids), row.final_hidden.shape[1], generator=noise)
+        row = replace(row, supervised=supervised, aux_hidden=aux, final_hidden=final, target_logsumexp=None)
+        rows.append(replace(row, target_top1=torch.where(predicting_positions(supervised), 7, -1)))
+    data = [TokenizedRow(row.row_id, "", row.input_ids.tolist(), row.supervised.tolist(), 0) for row in rows]
+    made = {row.row_id: row for row in rows}
+
+    def make(wanted):
+        return [made[row.id] for row in wanted]
+
+    asked = toy_contract(dtype)
+    with HybridSource(tmp_path, data, asked, on_missing="generate", make=make) as source:
+        now = [source.load([number]) for number in range(5)]
+        assert source.generated == 5
+    assert StoreReader(tmp_path).shards[0].shared >= 12 + 20 + 20
+    for number, batch in enumerate(now):
+        stored = OfflineSource(tmp_path).load([number])
+        assert batch.aux_hidden.dtype == stored.aux_hidden.dtype
+        assert torch.equal(batch.aux_hidden, stored.aux_hidden), number
+        assert torch.equal(batch.final_hidden, stored.final_hidden)
 
 
 def test_fail_and_skip(tiny_target, dataset, contract, tmp_path):

@@ -42,6 +42,7 @@ STORAGE_DTYPES = {
     "int8": torch.int8,
 }
 _LARGEST = {"float8_e4m3": 448.0, "int8": 127.0}
+AUX_TENSORS = ("aux_hidden", "aux_scale")
 
 
 def check_dtype(name: str) -> torch.dtype:
@@ -168,7 +169,7 @@ def row_bytes(tensors: dict[str, torch.Tensor]) -> int:
 
 def drop_prefix(encoded: dict[str, torch.Tensor], row: int, length: int) -> dict[str, torch.Tensor]:
     """An encoded row without its first aux states, which are those of an earlier row of the shard."""
-    own = {name: encoded[name][length:] for name in ("aux_hidden", "aux_scale") if name in encoded}
+    own = {name: encoded[name][length:] for name in AUX_TENSORS if name in encoded}
     return {**encoded, **own, "prefix": torch.tensor([row, length])}
 
 

@@ -14,7 +14,9 @@ from safetensors.torch import save
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FORMAT_VERSION, FeatureContract, FeatureRow
 from modelopt_eagle.features.store.codec import (
+    AUX_TENSORS,
     check_dtype,
+    decode_row,
     drop_prefix,
     encode_row,
     join_rows,
@@ -162,12 +164,32 @@ class StoreWriter:
         Raises:
             FeatureError: a row already stored, one that breaks the contract, or a disk that is full.
         """
+        self._take(index, row)
+        self._flush_if_full()
+
+    def add_and_read(self, index: int, row: FeatureRow) -> FeatureRow:
+        """:meth:`add`; returns the row as the store gives it, in its dtype and with the prefix of an earlier row.
+
+        Raises:
+            FeatureError: as :meth:`add`.
+        """
+        encoded = self._take(index, row)
+        whole = {name: part for name, part in encoded.items() if name != "prefix"}
+        whole |= self._pending_aux(len(self._pending) - 1, len(row))
+        self._flush_if_full()
+        return decode_row(join_rows([whole]), 0, row.row_id, row.category)
+
+    def _take(self, index: int, row: FeatureRow) -> dict[str, torch.Tensor]:
+        """Encode a row and keep it for the next shard."""
         if index in self.done:
             raise FeatureError(f"row {index} ({row.row_id!r}) is already stored in {self.folder}")
         encoded = self._shared(encode_row(row, self._manifest.contract))
         self.done.add(index)
         self._pending.append((index, row, encoded))
         self._pending_bytes += row_bytes(encoded)
+        return encoded
+
+    def _flush_if_full(self) -> None:
         if self._pending_bytes >= self._shard_bytes:
             self.flush()
 
@@ -179,23 +201,22 @@ class StoreWriter:
         if not length:
             return encoded
         contract = self._manifest.contract
-        scale = encoded["aux_scale"][:length] if "aux_scale" in encoded else None
-        ours = restore(encoded["aux_hidden"][:length], scale)  # [n,A*Ht]
-        theirs = self._pending_aux(number, length)  # [n,A*Ht]
-        length = agreeing(ours, theirs, len(contract.aux_layer_ids), contract.dtype)
+        ours = {name: part[:length] for name, part in encoded.items() if name in AUX_TENSORS}
+        theirs = self._pending_aux(number, length)
+        states = [restore(aux["aux_hidden"], aux.get("aux_scale")) for aux in (ours, theirs)]  # [n,A*Ht] each
+        length = agreeing(*states, len(contract.aux_layer_ids), contract.dtype)
         return drop_prefix(encoded, number, length) if length >= BLOCK else encoded
 
-    def _pending_aux(self, number: int, length: int) -> torch.Tensor:
-        """The first aux states of a pending row, some of which may be an earlier row's."""
+    def _pending_aux(self, number: int, length: int) -> dict[str, torch.Tensor]:
+        """The first aux states of a pending row as they are stored; some may be an earlier row's."""
         parts = []
         while length > 0:
             encoded = self._pending[number][2]
             number, begin = encoded["prefix"].tolist() if "prefix" in encoded else (-1, 0)
             if length > begin:
-                scale = encoded["aux_scale"][: length - begin] if "aux_scale" in encoded else None
-                parts.append(restore(encoded["aux_hidden"][: length - begin], scale))
+                parts.append({name: encoded[name][: length - begin] for name in AUX_TENSORS if name in encoded})
                 length = begin
-        return torch.cat(parts[::-1])
+        return {name: torch.cat([part[name] for part in parts[::-1]]) for name in parts[0]}
 
     @property
     def pending(self) -> int:
