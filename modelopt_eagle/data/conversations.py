@@ -6,7 +6,7 @@ from pathlib import Path
 
 from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
 from modelopt_eagle.data.report import DataReport, RowRejected
-from modelopt_eagle.data.roles import Message, messages_of, refuse_what_is_not_rendered, row_id
+from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, refuse_what_is_not_rendered, row_id
 from modelopt_eagle.errors import DataError
 
 _NAMES = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
@@ -91,6 +91,7 @@ def _conversation(row: SourceRow, index: int, aliases: Mapping[str, str] | None,
     conversation = Conversation(
         row_id(row, index), tuple(messages[: last + 1]), str(row.value.get("category") or "all"), row.place
     )
+    refuse_half_characters(row.place, conversation.id, conversation.category)
     prompted = conversation.prompted
     if not prompted:
         raise RowRejected("no_assistant_turn", f"{row.place}: no assistant turn that answers a user")

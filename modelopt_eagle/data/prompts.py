@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
-from modelopt_eagle.data.roles import Message, messages_of, row_id
+from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, row_id
 from modelopt_eagle.errors import DataError
 
 _NAMES = {"quickstart": ASSETS / "prompts.jsonl", "mt_bench": "HuggingFaceH4/mt_bench_prompts"}
@@ -87,12 +87,14 @@ def _prompt(row: SourceRow, index: int, images: bool) -> Prompt:
     value = row.value
     identifier = row_id(row, index)
     category = str(value.get("category") or "all")
+    refuse_half_characters(row.place, identifier, category)
     turns = value.get("turns", value.get("prompt"))
     if isinstance(turns, str):
         turns = [turns]
     if turns is not None:
         if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
             raise DataError(f"{row.place}: `turns` must be a non-empty list of non-empty texts")
+        refuse_half_characters(row.place, *turns)
         if not (value.get("image") or value.get("images")):
             return Prompt(identifier, category, tuple(turns))
         row = replace(row, value=value | {"messages": [{"role": "user", "content": turn} for turn in turns]})

@@ -79,7 +79,26 @@ def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> lis
         and messages[-1].finish_reason is None
     ):
         messages[-1] = Message("assistant", messages[-1].content, "length")
+    refuse_half_characters(place, *(message.content for message in messages))
     return messages
+
+
+def refuse_half_characters(place: str, *texts: str) -> None:
+    """Refuse texts that no tokenizer and no file takes: JSON can hold half of a surrogate pair, such as ``\\ud83d``.
+
+    Raises:
+        RowRejected: reason ``non_text_content``.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start].encode("unicode_escape").decode()
+            raise RowRejected(
+                "non_text_content",
+                f"{place}: {half} is one half of a surrogate pair and no character (a text that was cut inside one?): "
+                "remove it",
+            ) from error
 
 
 def refuse_what_is_not_rendered(row: SourceRow) -> None:

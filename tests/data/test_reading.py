@@ -116,6 +116,10 @@ def test_an_unknown_role_fails_is_dropped_or_is_mapped(tmp_path):
         ({"messages": [{"content": "no role"}]}, "malformed_message"),
         ({"messages": ["hi"]}, "malformed_message"),
         ({"messages": [{"role": "user", "content": 3}]}, "non_text_content"),
+        ({"messages": [GOOD["messages"][0], {"role": "assistant", "content": "cut \ud83d"}]}, "non_text_content"),
+        (GOOD | {"system": "\udc4d"}, "non_text_content"),
+        (GOOD | {"id": "\ud83d"}, "non_text_content"),
+        (GOOD | {"category": "\ud83d"}, "non_text_content"),
         ({"messages": [*GOOD["messages"], {"role": "tool", "content": "42"}]}, "tool_role"),
         (
             {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
@@ -187,6 +191,7 @@ def test_a_limit_is_spread_over_the_prompts():
     [
         ([{"id": 1, "turns": []}], "`turns` must be"),
         ([{"id": 1, "turns": ["a", " "]}], "`turns` must be"),
+        ([{"id": 1, "turns": ["a \ud83d"]}], r"q.jsonl:1: \\ud83d is one half"),
         ([{"id": 1, "turns": ["a"]}] * 2, "stands twice"),
         ([{"messages": [{"role": "system", "content": "s"}]}], "no user turn"),
         ([{"question": "?"}], "found the keys question"),
