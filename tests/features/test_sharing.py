@@ -165,7 +165,7 @@ def test_a_store_of_version_1_is_read_and_continued(tmp_path):
     manifest["dataset_rows"] = len(rows)
     path.write_text(json.dumps(manifest))
     assert len(StoreReader(tmp_path / "old")) == 9
-    write(tmp_path / "old", rows, shard_bytes=2000)
+    write(tmp_path / "old", rows)  # one shard, whose rows have prefixes in common
     assert json.loads(path.read_text())["contract"]["format_version"] == 1
     write(tmp_path / "new", rows)
     assert json.loads((tmp_path / "new" / "manifest.json").read_text())["contract"]["format_version"] == 2
