@@ -1,5 +1,6 @@
 """The draft loop replayed from a recording drafts what the loop itself drafts: nothing in it was a Python number."""
 
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -173,6 +174,33 @@ def test_longer_calls_larger_batches_and_moved_weights_record_anew(target, promp
         weight.data = -weight.data  # elsewhere
     same(recorded.generate(prompts[:2], 12), plain.generate(prompts[:2], 12))
     assert recorder.recorded == [1, 2, 2, 2]
+
+
+def test_numbers_of_an_earlier_call_do_not_spread(target, good_head, prompts):
+    plain, recorded = pair(target, good_head, **MODES[0])
+    recorded.generate(prompts[:2], 12)
+    cache = recorded._graphs.cache
+    with torch.inference_mode():
+        for tensor in cache.tensors():
+            tensor.fill_(float("nan"))
+    same(recorded.generate(prompts[:2], 12), plain.generate(prompts[:2], 12))
+    assert recorded._graphs.cache is cache
+
+
+def test_rotary_tables_that_a_recording_reads_are_held(target, good_head, prompts):
+    class Repeated:
+        """Holds nothing of what a region reads, like a graph."""
+
+        def record(self, region, inputs):
+            return lambda: region(*inputs)
+
+    recorded = PseudoSpeculativeGenerator(target, good_head, **MODES[0])
+    recorded._recorder = Repeated()
+    recorded.generate(prompts[:1], 8)
+    tables = [weakref.ref(table) for table in good_head.rotary.tables]
+    longer = 2 * len(good_head.rotary.tables[0])
+    good_head.rotary(torch.tensor([longer - 1]))
+    assert len(good_head.rotary.tables[0]) == longer and all(table() is not None for table in tables)
 
 
 def test_a_call_inside_a_call_has_memory_of_its_own(target, good_head, prompts):
