@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from modelopt_eagle.cli import calibrate_draft_vocab, estimate, train_and_export
+from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data import load_prompts, prepare_dataset
 from modelopt_eagle.export import load_draft
 from modelopt_eagle.export.serving import encode_prompts
 from modelopt_eagle.features import OfflineSource, OnlineSource
+from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
 from tests.vision.conftest import text
 
@@ -46,6 +48,20 @@ def test_training_on_images_online_and_from_a_dump(folders, targets, mixed, tmp_
     for name in ("disk", "offline"):
         for key, tensor in heads["online"].items():
             torch.testing.assert_close(tensor, heads[name][key], rtol=1e-3, atol=1e-4)
+
+
+def test_rows_with_images_are_not_computed_again_from_their_tokens(folders, targets, mixed, tmp_path, capsys):
+    """Their states follow from pictures that a store does not hold; only rows of text can be compared."""
+    target = targets["qwen3_vl"]
+    rows = prepare_dataset(target.tokenizer, mixed, vision=target.vision).rows
+    for name, part in (("all", rows), ("pictures", [row for row in rows if row.images is not None])):
+        dump(TargetBackEnd(target), part, tmp_path / name)
+    options = ["--model", str(folders["qwen3_vl"]), "--device", "cpu"]
+    assert run_command("features", ["verify", str(tmp_path / "all"), *options]) == 0
+    output = capsys.readouterr().out
+    assert "1 rows computed again" in output and "3 rows of the sample left out: they have images" in output
+    assert run_command("features", ["verify", str(tmp_path / "pictures"), *options]) == 2
+    assert "all 3 rows of the sample have images" in capsys.readouterr().err
 
 
 def test_vocabulary_and_estimate_count_rows_with_images(folders, targets, mixed, tmp_path):
