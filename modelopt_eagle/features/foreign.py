@@ -12,7 +12,7 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow, predicting_positions
-from modelopt_eagle.features.foreign_files import FORMATS, ForeignFile, arrow_masks, find_format
+from modelopt_eagle.features.foreign_files import FORMATS, ForeignFile, arrow_masks, find_format, row_name
 from modelopt_eagle.features.store.manifest import is_store
 from modelopt_eagle.features.store.reader import StoreReader
 from modelopt_eagle.target.capture import check_layer_ids
@@ -37,6 +37,9 @@ WORSE_NATS = 2.0
 one. (SmolLM2 on its own text: 0.4 nats when right, 10 with the norm twice, 300 with none.)"""
 
 
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
 class ForeignTokens:
     """Token ids and masks of a foreign dump; they stay in memory (5 bytes a token).
 
@@ -57,7 +60,7 @@ class ForeignTokens:
         self.format, self._files = find_format(folder)
         self._read, self._all_supervised = FORMATS[self.format][1], all_supervised
         self._masks = arrow_masks(self.folder) if self.format == "speculators" else None
-        self.row_ids = [str(path.relative_to(self.folder)).split(".")[0] for path in self._files]
+        self.row_ids = [row_name(path.relative_to(self.folder)) for path in self._files]
 
     def scan(self) -> None:
         """Open every file once."""
@@ -130,6 +133,7 @@ class ForeignReader(ForeignTokens):
     ):
         super().__init__(folder, all_supervised=all_supervised)
         self._answers = answers
+        self._told = final_is_normed is not None
         first = self._raw(0)
         self._ask(first, aux_layer_ids, final_is_normed)
         check_layer_ids(aux_layer_ids, identity["num_layers"])
@@ -141,6 +145,7 @@ class ForeignReader(ForeignTokens):
         self._order = sorted(range(len(aux_layer_ids)), key=lambda a: aux_layer_ids[a])
         self._check_widths(first)
         self.scan()
+        self._check_ids(identity["vocab_size"])
 
     def _ask(self, first: ForeignFile, aux_layer_ids: Sequence[int] | None, final_is_normed: bool | None) -> None:
         """Refuse a folder that leaves something open, and an answer that the files contradict."""
@@ -184,6 +189,18 @@ class ForeignReader(ForeignTokens):
                 f"({', '.join(map(str, ids))}): give as many, {self._answers.layers}"
             )
 
+    def _check_ids(self, vocab_size: int) -> None:
+        """Find a dump of another tokenizer before its ids are looked up."""
+        for path, (ids, _) in zip(self._files, self._tokens, strict=True):
+            if not len(ids):
+                raise FeatureError(f"{path} holds no token; dump it again or delete it")
+            least, most = int(ids.min()), int(ids.max())
+            if least < 0 or most >= vocab_size:
+                raise FeatureError(
+                    f"{path} holds the token id {least if least < 0 else most}, {self.contract.model} has ids 0 to "
+                    f"{vocab_size - 1}: the dump is of another target"
+                )
+
     def row(self, number: int) -> FeatureRow:
         """Row ``number``, without the target's predictions.
 
@@ -195,6 +212,13 @@ class ForeignReader(ForeignTokens):
             raise FeatureError(
                 f"{path} is {'post' if raw.final_is_normed else 'pre'}-norm, unlike the folder's other files"
             )
+        if raw.final_is_normed is None and not self._told:
+            raise FeatureError(
+                f"{path} does not say whether its final states are normed, unlike the folder's first file: give "
+                f"{self._answers.final_states}"
+            )
+        if odd := {raw.aux_hidden.dtype, raw.final_hidden.dtype} - _DTYPES:
+            raise FeatureError(f"{path}: states are {odd.pop()}; float32, bfloat16 or float16 expected")
         ids, mask = self._tokens[number]
         row = FeatureRow(self.row_ids[number], "", ids.long(), mask, raw.aux_hidden, raw.final_hidden)
         try:

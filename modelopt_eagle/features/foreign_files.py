@@ -57,9 +57,12 @@ def _load(path: Path) -> dict:
     return value
 
 
-def _take(values: dict, name: str, path: Path) -> torch.Tensor:
+def _take(values: dict, name: str, path: Path, kinds: tuple[type, ...] = (torch.Tensor,)):
     if name not in values:
         raise FeatureError(f"{path} has no {name}; it has {sorted(values)}")
+    if not isinstance(values[name], kinds):
+        found = type(values[name]).__name__
+        raise FeatureError(f"{path}: {name} is a {found}, a {kinds[0].__name__} expected; dump it again")
     return values[name]
 
 
@@ -86,7 +89,7 @@ def _read_specforge(path: Path, masks) -> ForeignFile:
 def _read_speculators(path: Path, masks) -> ForeignFile:
     if path.suffix == ".pt":
         values = _load(path)
-        states = torch.stack(list(_take(values, "hidden_states", path)), 1)  # [s,A+1,Ht]
+        states = torch.stack(list(_take(values, "hidden_states", path, (list, tuple))), 1)  # [s,A+1,Ht]
         ids, mask = _take(values, "input_ids", path), values.get("loss_mask")
     else:
         values, _ = map_safetensors(path)
@@ -110,6 +113,11 @@ def _number(path: Path) -> int:
 
 def _natural(path: Path) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
+
+
+def row_name(path: Path) -> str:
+    """A file's path without what says its kind; a conversation's id may hold dots itself."""
+    return re.sub(r"\.(pt|ckpt|ckpt\.gz|safetensors)$", "", str(path))
 
 
 def find_format(folder: str | Path) -> tuple[str, list[Path]]:

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -214,6 +215,36 @@ def test_damaged_and_unknown_folders(tiny_target, target_states, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-100])
     with pytest.raises(FeatureError, match="talk-3.pt cannot be read"):
         ForeignReader(tmp_path, tiny_target.identity(), AUX, final_is_normed=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ({"input_ids": lambda ids: ids.index_fill(0, torch.tensor([2]), 300)}, "holds the token id 300"),
+        ({"input_ids": lambda ids: ids.index_fill(0, torch.tensor([2]), -1)}, "holds the token id -1"),
+        ({"hidden_states_prenorm": lambda _: True}, "is pre-norm, unlike the folder's other files"),
+        ({"loss_mask": lambda mask: mask[1:]}, "token ids, a loss mask of"),
+        (dict.fromkeys(("input_ids", "loss_mask"), lambda part: part[:0]), "holds no token"),
+        ({"input_ids": lambda ids: ids.tolist()}, "input_ids is a list, a Tensor expected"),
+        ({"aux_hidden_states": lambda aux: aux.to(torch.float8_e4m3fn)}, "states are torch.float8_e4m3fn"),
+        ({"hidden_states_prenorm": lambda _: None}, "does not say whether its final states are normed"),
+    ],
+)
+def test_one_file_that_is_unlike_the_others_is_named(tiny_target, target_states, tmp_path, spoil, message):
+    write_model_optimizer(tmp_path, target_states, hidden_states_prenorm=False)
+    values = torch.load(tmp_path / "talk-3.pt")
+    torch.save(values | {name: change(values[name]) for name, change in spoil.items()}, tmp_path / "talk-3.pt")
+    with pytest.raises(FeatureError, match=rf"talk-3.pt.*{message}"):
+        reader = ForeignReader(tmp_path, tiny_target.identity(), AUX)
+        for number in range(len(reader)):
+            reader.row(number)
+
+
+def test_dots_in_ids_stay(tiny_target, target_states, tmp_path):
+    for number, name in enumerate(("chat.v1.0", "chat.v1.1")):
+        write_model_optimizer(tmp_path, [(replace(target_states[number][0], id=name), *target_states[number][1:])])
+    reader = ForeignReader(tmp_path, tiny_target.identity(), AUX, final_is_normed=True)
+    assert reader.row_ids == ["chat.v1.0", "chat.v1.1"]
 
 
 class Bomb:
