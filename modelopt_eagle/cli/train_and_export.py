@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if finished_state(recipe) is None:
         check_export_path(recipe)
         check_cuda_graph(recipe)
+        check_rope_scaling(recipe)
     result = train(recipe)
     untrained = recipe.training.dry_run and not result.finished  # a finished run is reported as it is
     if not result.finished and not untrained:
@@ -95,6 +96,18 @@ def check_cuda_graph(recipe: Recipe) -> None:
             f"validation.cuda_graph is on, but there is no CUDA device here or model.device is not one ({device}): "
             "set validation.cuda_graph: auto, or off"
         )
+
+
+def check_rope_scaling(recipe: Recipe) -> None:
+    """Refuse before training a scaling that export would refuse after it.
+
+    Raises:
+        CheckpointError: see :func:`~modelopt_eagle.draft.rotary.check_scaling`.
+    """
+    from modelopt_eagle.draft.rotary import check_scaling
+
+    if recipe.export.rope_scaling is not None:
+        check_scaling(recipe.export.rope_scaling)
 
 
 def validate(recipe: Recipe, result) -> dict:

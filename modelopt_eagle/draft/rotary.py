@@ -11,6 +11,41 @@ from modelopt_eagle.errors import CheckpointError
 
 from .config import DraftConfig
 
+KEYS = {
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, set()),
+    "yarn": ({"factor"}, {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor"}),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, set()),
+    "proportional": (set(), {"factor", "partial_rotary_factor"}),
+}
+"""Of each type, the keys that it needs and those that it may have, as transformers reads them."""
+
+
+def check_scaling(scaling: dict) -> None:
+    """Check a scaling that a user wrote: a type that is known, with its keys and numbers.
+
+    Raises:
+        CheckpointError: another type, a key missing, a key that nothing reads, or a value that is no number.
+    """
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in KEYS:
+        raise CheckpointError(f"rope type {kind!r} is unknown; transformers knows {', '.join(sorted(KEYS))}")
+    needed, more = KEYS[kind]
+    given = {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
+    if missing := sorted(needed - given.keys()):
+        raise CheckpointError(f"rope type {kind!r} needs {', '.join(missing)} in rope_scaling")
+    if unread := sorted(given.keys() - needed - more - {"original_max_position_embeddings"}):
+        known = ", ".join(sorted(needed | more | {"original_max_position_embeddings"}))
+        raise CheckpointError(
+            f"rope_scaling: {', '.join(unread)} is nothing that type {kind!r} reads; it reads {known}"
+        )
+    for key, value in given.items():
+        numbers = value if isinstance(value, list) and key in ("short_factor", "long_factor") else [value]
+        flag = key == "truncate" and isinstance(value, bool)
+        if not flag and not all(isinstance(n, (int, float)) and not isinstance(n, bool) and n > 0 for n in numbers):
+            raise CheckpointError(f"rope_scaling: {key} must be a number above 0, found {value!r}")
+
 
 def inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
     """``([d/2] float32, factor)``: frequencies and the factor on cosines and sines.

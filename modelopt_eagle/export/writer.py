@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft.rotary import check_scaling
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.target.adapter import FOLDER as ADAPTER
 
@@ -107,10 +108,12 @@ def with_rope_scaling(config: DraftConfig, rope_scaling: dict[str, Any] | None) 
     """The config with a scaling added for long contexts, and the note that says so.
 
     Raises:
+        CheckpointError: a scaling that no rotary type reads so.
         ExportError: the head was trained with a scaling of its own.
     """
     if rope_scaling is None:
         return config, []
+    check_scaling(rope_scaling)
     if config.rope_scaling is not None:
         raise ExportError(
             f"the head was trained with rope_scaling {config.rope_scaling}; adding {rope_scaling} would serve other "

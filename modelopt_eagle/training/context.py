@@ -58,7 +58,8 @@ def check_processes(size: int, world_size: int) -> None:
         raise RecipeError(
             f"training.context_parallel: {size} shares each batch over {size} processes, and there "
             f"{'is one process' if world_size == 1 else f'are {world_size}'}: start a multiple of {size} with "
-            f"accelerate launch --num_processes {size}, or set training.context_parallel: 1"
+            f"accelerate launch --num_processes {size} (on CPUs: torchrun --nproc_per_node {size}), or set "
+            "training.context_parallel: 1"
         )
 
 

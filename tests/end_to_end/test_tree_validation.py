@@ -8,8 +8,9 @@ from tests.training.runs import write_conversations
 
 
 def test_a_recipe_validates_with_trees(tiny_target_dir, tmp_path, capfd):
+    """Its depth is that of a chain, ``num_steps``, where none is given."""
     output, data = tmp_path / "run", write_conversations(tmp_path / "rows.jsonl", 12)
-    shape = ["validation.mode=tree", "validation.topk=4", "validation.depth=2", "validation.num_nodes=9"]
+    shape = ["validation.mode=tree", "validation.topk=4", "validation.num_steps=2", "validation.num_nodes=9"]
     command = arguments(tiny_target_dir, data, output, "training.epochs=1", *shape)
     assert train_and_export.main(command) == 0
     shown = capfd.readouterr().out

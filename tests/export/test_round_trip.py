@@ -8,13 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from modelopt_eagle.cli import train_and_export
 from modelopt_eagle.draft import DraftConfig
-from modelopt_eagle.draft.rotary import inverse_frequencies
+from modelopt_eagle.draft.rotary import KEYS, check_scaling, inverse_frequencies
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint, load_draft, read_head
 from modelopt_eagle.export import folders as folders_module
 from modelopt_eagle.export import writer as writer_module
 from modelopt_eagle.export.probe import probe
+from modelopt_eagle.recipe import load_recipe
 
 from .conftest import LATENT, build_head
 
@@ -323,3 +325,32 @@ def test_exporting_leaves_the_random_stream_alone(tmp_path, head):
     torch.manual_seed(3)
     export_checkpoint(head, None, tmp_path / "out")
     assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "says"),
+    [
+        ({"rope_type": "nonsense", "factor": 2}, "'nonsense' is unknown; transformers knows dynamic, linear"),
+        ({"rope_type": "yarn"}, "'yarn' needs factor"),
+        ({"rope_type": "llama3", "factor": 8.0}, "needs high_freq_factor, low_freq_factor"),
+        ({"rope_type": "yarn", "factor": "a"}, "factor must be a number above 0, found 'a'"),
+        ({"rope_type": "yarn", "factor": -1}, "factor must be a number above 0"),
+        ({"rope_type": "linear", "factor": 2, "beta_fast": 1}, "beta_fast is nothing that type 'linear' reads"),
+        ({"rope_type": "yarn", "factor": 2, "rope_theta": 5e5}, "rope_theta is nothing"),
+    ],
+)
+def test_a_scaling_that_nothing_reads_so_is_refused(tmp_path, scaling, says):
+    with pytest.raises(CheckpointError, match=says):
+        export_checkpoint(build_head(rope_scaling=None), None, tmp_path / "out", rope_scaling=scaling)
+    assert not (tmp_path / "out").exists()
+    recipe = load_recipe(
+        "eagle3", [f"training.output_dir={tmp_path / 'run'}", f"export.rope_scaling={json.dumps(scaling)}"]
+    )
+    with pytest.raises(CheckpointError, match=says):  # before training, not after it
+        train_and_export.check_rope_scaling(recipe)
+
+
+@pytest.mark.parametrize("scaling", [ROPE for ROPE in ROPES.values() if ROPE], ids=lambda scaling: scaling["rope_type"])
+def test_a_scaling_as_transformers_writes_it_is_taken(scaling):
+    check_scaling(scaling)
+    assert KEYS.keys() == ROPES.keys() - {"default"}

@@ -1,6 +1,7 @@
 """From a run with adapters to an export that carries them, and its measurement, by the commands."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def test_the_same_command_measures_and_exports_nothing_again(tiny_target_dir, ou
     assert train_and_export.main(["--recipe", str(recipe)]) == 0
     said = capsys.readouterr().err
     assert "training is complete" in said and "measured already" in said and "exported already" in said
+
+
+def test_another_adapter_beside_the_same_head_is_measured_and_exported_anew(output, tmp_path):
+    checkpoint = shutil.copytree((output / "best").resolve(), tmp_path / "checkpoint")
+    before, file = train_and_export.adapter_mark(checkpoint), checkpoint / "target_adapter/adapter_model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
+    assert before and train_and_export.adapter_mark(checkpoint) != before
 
 
 def test_validation_over_the_adapted_target_is_that_of_the_run(tiny_target_dir, output, tmp_path, capsys):
