@@ -139,7 +139,10 @@ class DraftConfig:
             missing = [n for n in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
                        if not getattr(self, n)]  # fmt: skip
             if missing:
-                raise CheckpointError(f"decoder_type kimik2 needs {', '.join(missing)} in the draft config")
+                raise CheckpointError(
+                    f"decoder_type kimik2 needs {', '.join(missing)}, which a new head takes from its target: a target "
+                    "without latent attention gets a head of decoder_type llama"
+                )
             if self.attention_bias:
                 raise CheckpointError("decoder_type kimik2 has no attention bias: no engine loads one; unset it")
 

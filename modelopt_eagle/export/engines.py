@@ -212,7 +212,8 @@ def engine_reasons(
         config = config or read_head(folder, strict=False, options=options).config
     except CheckpointError as error:
         return [f"cannot read it: {error}"]
-    reasons = config_reasons(data, config, profile) + tensor_reasons(plain_shapes(tensors), config, profile)
+    depth = options.target_layers if options else None
+    reasons = config_reasons(data, config, profile, depth) + tensor_reasons(plain_shapes(tensors), config, profile)
     return reasons + quant_reasons(data, legacy, tensors, config, engine)
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import ExportError
-from modelopt_eagle.export import export_checkpoint
+from modelopt_eagle.export import ReadOptions, export_checkpoint, inspect_checkpoint
 from modelopt_eagle.export.engines import PROFILES, check_engine, engine_reasons, tensor_reasons
 
 from .conftest import LATENT, build_head
@@ -186,3 +186,10 @@ def test_layers_names_are_read_by_every_engine_of_today(tmp_path, head):
     )
     with pytest.raises(ExportError, match="unknown"):
         check_engine(tmp_path / "out", "llama.cpp")
+
+
+def test_the_targets_depth_tells_whether_its_last_layer_is_captured(tmp_path):
+    export_checkpoint(build_head(aux_layer_ids=(2, 5, 11)), None, tmp_path / "out")
+    for layers, serves in ((None, True), (16, True), (12, False)):
+        found = inspect_checkpoint(tmp_path / "out", ReadOptions(target_layers=layers)).engines["sglang"]
+        assert found == [] if serves else "does not capture the output of the target's last layer (11)" in found
