@@ -87,11 +87,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_data(recipe) -> tuple[int, int, int]:
-    """Rows, tokens and supervised tokens of the recipe's training data (of the store or dump, for offline training)."""
-    if recipe.data.offline_data_path is not None:
-        from modelopt_eagle.features.foreign import count_tokens
+    """Rows, tokens and supervised tokens of the recipe's training data.
 
-        return count_tokens(recipe.data.offline_data_path, recipe.data.offline_all_supervised)
+    They are those of the store or dump for offline training, and of ``train_path`` where a store is yet to be filled.
+    """
+    if recipe.data.offline_data_path is not None and recipe.data.on_missing != "generate":
+        from modelopt_eagle.features.foreign import open_tokens
+        from modelopt_eagle.training.sources import rows_to_use
+
+        found = open_tokens(recipe.data.offline_data_path, recipe.data.offline_all_supervised)
+        report = rows_to_use(found, recipe.data)[1]
+        return report.rows, report.tokens, report.supervised
     from modelopt_eagle.data import prepare_dataset
     from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
     from modelopt_eagle.target.vision import vision_of

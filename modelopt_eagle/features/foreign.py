@@ -46,6 +46,7 @@ class ForeignTokens:
     Args:
         folder: the dump.
         all_supervised: take every token as supervised where the files hold no loss mask.
+        answers: where the user says what the folder leaves open, for the messages.
 
     Attributes:
         row_ids: name of every row.
@@ -55,8 +56,8 @@ class ForeignTokens:
         FeatureError: an unknown layout, or a damaged file.
     """
 
-    def __init__(self, folder: str | Path, *, all_supervised: bool = False):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, *, all_supervised: bool = False, answers: Answers = RECIPE_KEYS):
+        self.folder, self._answers = Path(folder), answers
         self.format, self._files = find_format(folder)
         self._read, self._all_supervised = FORMATS[self.format][1], all_supervised
         self._masks = arrow_masks(self.folder) if self.format == "speculators" else None
@@ -92,7 +93,10 @@ class ForeignTokens:
         raw = self._raw(number)
         ids = raw.input_ids.flatten().int().clone()  # [s]
         if raw.supervised is None and not self._all_supervised:
-            raise FeatureError(f"{self._files[number]} holds no loss mask, unlike the folder's first file")
+            raise FeatureError(
+                f"{self._files[number]} holds no loss mask: dump it with one, or train on every token of such files by "
+                f"{self._answers.all_supervised}"
+            )
         mask = torch.ones(len(ids)) if raw.supervised is None else raw.supervised.flatten()
         if len(mask) != len(ids):
             raise FeatureError(f"{self._files[number]}: {len(ids)} token ids, a loss mask of {len(mask)}")
@@ -131,8 +135,7 @@ class ForeignReader(ForeignTokens):
         all_supervised: bool = False,
         answers: Answers = IMPORT_OPTIONS,
     ):
-        super().__init__(folder, all_supervised=all_supervised)
-        self._answers = answers
+        super().__init__(folder, all_supervised=all_supervised, answers=answers)
         self._told = final_is_normed is not None
         first = self._raw(0)
         self._ask(first, aux_layer_ids, final_is_normed)
@@ -269,18 +272,17 @@ def _nats(row: FeatureRow, final_norm, head) -> float:
     return float(torch.nn.functional.cross_entropy(logits, following))
 
 
-def count_tokens(folder: str | Path, all_supervised: bool = False) -> tuple[int, int, int]:
-    """Rows, tokens and supervised tokens of a feature store or a foreign dump.
+def open_tokens(folder: str | Path, all_supervised: bool = False) -> StoreReader | ForeignTokens:
+    """Token ids and masks of a feature store or a foreign dump, without a target to read its states for.
 
     Raises:
         FeatureError: neither, or damaged.
     """
     if is_store(Path(folder)):
-        found = StoreReader(folder, verify="read")
-    else:
-        found = ForeignTokens(folder, all_supervised=all_supervised)
-        found.scan()
-    return len(found), sum(found.lengths), sum(found.supervised)
+        return StoreReader(folder, verify="read")
+    found = ForeignTokens(folder, all_supervised=all_supervised)
+    found.scan()
+    return found
 
 
 def open_reader(

@@ -224,6 +224,7 @@ def test_damaged_and_unknown_folders(tiny_target, target_states, tmp_path):
         ({"input_ids": lambda ids: ids.index_fill(0, torch.tensor([2]), -1)}, "holds the token id -1"),
         ({"hidden_states_prenorm": lambda _: True}, "is pre-norm, unlike the folder's other files"),
         ({"loss_mask": lambda mask: mask[1:]}, "token ids, a loss mask of"),
+        ({"loss_mask": lambda _: None}, "holds no loss mask: .*--all-supervised"),
         (dict.fromkeys(("input_ids", "loss_mask"), lambda part: part[:0]), "holds no token"),
         ({"input_ids": lambda ids: ids.tolist()}, "input_ids is a list, a Tensor expected"),
         ({"aux_hidden_states": lambda aux: aux.to(torch.float8_e4m3fn)}, "states are torch.float8_e4m3fn"),

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from tests.features.test_foreign import AUX, WRITERS, target_states  # noqa: F401 (a fixture)
+from tests.training.runs import write_conversations
 
 
 def train(target_dir, data, output, *overrides):
@@ -82,3 +83,19 @@ def test_estimate_reads_a_dump(tiny_target_dir, target_states, dataset, tmp_path
     assert run_command("estimate", ["--gflops", "10", *command]) == 0
     tokens = sum(dataset.lengths)
     assert f"{len(dataset.rows)} rows, {tokens:,} tokens" in capsys.readouterr().out
+    short = max(row.prompt_length for row in dataset.rows) + 3
+    kept = [row for row in dataset.rows[:7] if any(row.supervised[:short])]
+    cut = [f"data.max_length={short}", "data.max_rows=7"]  # what training would use of it
+    assert run_command("estimate", ["--gflops", "10", *command, *cut]) == 0
+    tokens = sum(min(len(row.input_ids), short) for row in kept)
+    assert f"{len(kept)} rows, {tokens:,} tokens" in capsys.readouterr().out
+
+
+def test_estimate_reads_the_data_of_a_store_that_is_yet_to_be_filled(tiny_target_dir, tmp_path, capsys):
+    data = write_conversations(tmp_path / "rows.jsonl", 5)
+    command = [f"model.base_model={tiny_target_dir}", f"data.offline_data_path={tmp_path / 'store'}",
+               f"data.train_path={data}", "data.cache_features=none", "data.on_missing=generate",
+               "eagle.draft_vocab_size=64"]  # fmt: skip
+    assert run_command("estimate", ["--gflops", "10", *command]) == 0
+    assert "5 rows, " in capsys.readouterr().out
+    assert not (tmp_path / "store").exists()
