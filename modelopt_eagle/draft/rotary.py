@@ -110,8 +110,8 @@ class Rotary(nn.Module):
         if len(self._cos) < length or self._cos.device != position_ids.device:
             size = max(1024, 1 << (length - 1).bit_length())
             angle = torch.arange(size, dtype=torch.float32)[:, None] * self.frequencies[None]  # [L,d/2]
-            self._cos = (angle.cos() * self.factor).to(position_ids.device)
             self._sin = (angle.sin() * self.factor).to(position_ids.device)
+            self._cos = (angle.cos() * self.factor).to(position_ids.device)  # the one that is looked at: other threads
         return self._cos[position_ids], self._sin[position_ids]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ class LayerCapture:
     Layer k's value is the residual-complete OUTPUT of layer k, 0-based: what the layer returns, before anything that
     the model adds between two layers. A layer that returns ``(hidden, residual)``, two tensors of one shape, gives
     their sum. The values are copied, so later in-place changes do not reach them. The hooks are removed on exit,
-    also after an exception.
+    also after an exception. Passes that other threads run through the same model are not looked at.
 
     Args:
         backbone: the module whose forward runs the layers.
@@ -52,6 +53,7 @@ class LayerCapture:
         self._missing = set(self.layer_ids)
 
     def __enter__(self) -> LayerCapture:
+        self._thread = threading.get_ident()
         self._handles.append(self._backbone.register_forward_pre_hook(self._reset))
         for slot, layer_id in enumerate(self.layer_ids):
             hook = self._hook(slot, layer_id)
@@ -83,12 +85,16 @@ class LayerCapture:
         return self._buffer if self._into is None else self._into.read(self._rows.numel()).view(*self._rows, -1)
 
     def _reset(self, module, arguments) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._buffer, self._missing = None, set(self.layer_ids)
         if self._into is not None:
             self._into.begin()
 
     def _hook(self, slot: int, layer_id: int):
         def hook(module, arguments, output) -> None:
+            if threading.get_ident() != self._thread:
+                return
             hidden = self._hidden(output, layer_id)  # [B,S,Ht]
             self._missing.discard(layer_id)
             if self._into is not None:

@@ -1,5 +1,7 @@
 """The generator says what the target says, and its acceptance is that of the teacher-forced walk."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -155,3 +157,16 @@ def test_the_same_call_twice_accepts_the_same(target, good_head, prompts):
     generator = PseudoSpeculativeGenerator(target, good_head)
     first, second = generator.generate(prompts, 30), generator.generate(prompts, 30)
     assert first.accepted_lengths == second.accepted_lengths and first.tokens == second.tokens
+
+
+def test_generators_of_one_target_in_several_threads(target, good_head, prompts):
+    """Each captures the features of its own passes: texts and acceptance are those of a run alone."""
+    shapes = [dict(num_steps=3), dict(mode="tree", topk=3, depth=3, num_nodes=8)]
+    generators = [PseudoSpeculativeGenerator(target, good_head, **shapes[n % 2]) for n in range(4)]
+    alone = [generator.generate(prompts[n : n + 2], 24) for n, generator in enumerate(generators)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            runs = [pool.submit(generator.generate, prompts[n : n + 2], 24) for n, generator in enumerate(generators)]
+            for run, expected in zip(runs, alone, strict=True):
+                assert run.result().tokens == expected.tokens
+                assert run.result().accepted_lengths == expected.accepted_lengths

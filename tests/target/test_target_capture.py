@@ -1,5 +1,7 @@
 """Captures are named by a boundary: the output of layer k, whole, and nothing that happens after it."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,16 @@ def test_hooks_are_removed_on_exit_and_after_an_exception():
         except KeyError:
             pass
         assert not any(layer._forward_hooks for layer in toy.layers) and not toy._forward_pre_hooks
+
+
+def test_a_pass_of_another_thread_is_not_captured():
+    backbone = ToyBackbone()
+    with LayerCapture(backbone, backbone.layers, (0, 2), WIDTH) as captured:
+        backbone(torch.zeros(1, 3, WIDTH))
+        other = threading.Thread(target=backbone, args=(torch.ones(2, 5, WIDTH),))
+        other.start()
+        other.join()
+        assert captured.aux_hidden.shape == (1, 3, 2 * WIDTH) and captured.aux_hidden[0, 0, 0] == 1
 
 
 def test_an_output_of_another_width_is_refused():
