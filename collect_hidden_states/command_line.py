@@ -138,5 +138,6 @@ def _run(args: argparse.Namespace, open_back_end: Callable[[argparse.Namespace],
         begin=begin,
         progress=lambda tokens: bar.advance(tokens),
     )
-    print(f"{args.output_dir}: {made} rows made, {before} were there, contract {back_end.contract.to_dict()}")
+    contract = back_end.contract.to_dict() | {"dtype": args.dtype}
+    print(f"{args.output_dir}: {made} rows made, {before} were there, contract {contract}")
     return 0

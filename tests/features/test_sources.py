@@ -344,7 +344,7 @@ def test_command_line_errors_and_estimate(tiny_target_dir, conversations, tmp_pa
     assert call("--aux-layers", "1,x")[0] == 2
     assert "--batch-tokens must be above 0" in call("--batch-tokens", "0")[1]
     code, text = call("--aux-layers", "7,2", "--shard", "1/2")
-    assert code == 0 and "6 rows made, 0 were there" in text
+    assert code == 0 and "6 rows made, 0 were there" in text and "'dtype': 'bfloat16'" in text
     assert "rows    0 to make" in call("--shard", "1/2", "--estimate")[1]
     assert "rows    6 to make" in call("--shard", "0/2", "--estimate")[1]
     manifest = json.loads((tmp_path / "s" / "manifest-1-of-2.json").read_text())

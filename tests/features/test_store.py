@@ -91,6 +91,12 @@ def test_workers_write_side_by_side_and_merge(tmp_path):
     check_all(tmp_path)
 
 
+def test_merge_leaves_other_folders_alone(tmp_path):
+    with pytest.raises(FeatureError, match="is not a feature store"):
+        maintenance.merge(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_merge_that_was_killed_counts_and_loses_no_shard_twice(tmp_path, damaged):
     for worker in ((0, 2), (1, 2)):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -285,6 +286,14 @@ def test_a_target_without_processor_files_says_so(folders, mixed, tmp_path):
         with pytest.raises(TargetError, match="rows with images need the target's processor"):
             read(target, mixed)
         assert len(prepare_dataset(target.tokenizer, mixed).rows) == 1
+
+
+def test_a_processor_that_makes_other_tokens_now_is_noticed(targets, mixed):
+    target = targets["llava"]
+    row = next(row for row in read(target, mixed).rows if row.images is not None)
+    other = replace(row, input_ids=[*row.input_ids[:-1], row.input_ids[-1] - 1])
+    with pytest.raises(FeatureError, match="makes other tokens of it now"):
+        compute_features(target, [other], AUX)
 
 
 def test_a_changed_or_lost_picture_is_not_trained_on(targets, mixed, tmp_path):

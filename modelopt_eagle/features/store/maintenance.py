@@ -179,6 +179,7 @@ def merge(folder: str | Path) -> int:
         FeatureError: no store, manifests that disagree, or a worker still writes.
     """
     folder = Path(folder)
+    read_manifests(folder)  # no lock files in a folder that is no store
     locks = _lock_all(folder)
     try:
         manifests = read_manifests(folder)
