@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 import torch
@@ -22,7 +23,7 @@ from .requests import Request
 from .target_runner import TargetRunner
 
 
-class Rounds:
+class Rounds(ABC):
     """What the generator drives: a context manager with ``prefill``, ``step`` and ``keep``.
 
     Both of the first return ``(tokens, accepted)``: the tokens that each row emits, and how many of them were drafted.
@@ -54,13 +55,13 @@ class Rounds:
         self.timings.prefill += time.perf_counter() - begun
         return [[token] for token in first.tolist()], [None] * len(requests)
 
+    @abstractmethod
     def after_prefill(self, tokens: Tensor, aux: Tensor | None, first: Tensor) -> None:
         """Remember what the first round needs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, requests: list[Request]) -> tuple[list[list[int]], list[int]]:
         """One round for all rows."""
-        raise NotImplementedError
 
     def keep(self, rows: list[int] | None) -> Tensor | None:
         """Go on with these rows only (``None``: all). Returns them as ``[b]`` int64."""

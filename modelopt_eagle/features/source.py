@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -54,15 +55,15 @@ class FeatureSource(Protocol):
         ...
 
 
-class PlannedSource:
+class PlannedSource(ABC):
     """A source that can load any set of rows by number; the order comes from ``data.plan_batches``."""
 
     contract: FeatureContract
     lengths: list[int]
 
+    @abstractmethod
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         """The rows of these numbers, packed in the given order."""
-        raise NotImplementedError("a planned source implements load(indices)")
 
     def plan(self, epoch: int, *, start: int = 0, **options) -> list[list[int]]:
         """Row numbers of each remaining batch of the epoch; ``options`` are those of ``data.plan_batches``."""
