@@ -8,7 +8,7 @@ from command_line import build_parser, parse_layers, read_generation_config, run
 def open_back_end(args):
     """Prepare the engine; norm and head are read from the target's files."""
     from modelopt_eagle.features.dump import EngineBackEnd
-    from modelopt_eagle.features.trtllm_engine import TrtllmFeatures
+    from modelopt_eagle.features.engines.tensorrt_llm import TrtllmFeatures
     from modelopt_eagle.target import check_layer_ids, default_layer_ids, load_target_tables
 
     tables = load_target_tables(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from modelopt_eagle.export.readers import LAYOUTS, ReadOptions, parse_ids
+from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, parse_ids
 from modelopt_eagle.export.vocabulary import CONVENTIONS
 
 

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
     from modelopt_eagle.data import ProgressBar, load_prompts
-    from modelopt_eagle.decoding.recorder import graph_switch
+    from modelopt_eagle.kernels.recorder import graph_switch
     from modelopt_eagle.validation import measure_acceptance
     from modelopt_eagle.validation.dialogues import first_turn
     from modelopt_eagle.validation.sweep import sweep, sweep_table
@@ -164,8 +164,8 @@ def load_pair(arguments: argparse.Namespace):
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.recipe.schema import ModelSection
     from modelopt_eagle.target import load_target
-    from modelopt_eagle.target.adapter import merge_adapter
     from modelopt_eagle.target.identity import tokenizer_hash
+    from modelopt_eagle.target.lora import merge_adapter
 
     name = arguments.base_model
     if name is None:
@@ -215,7 +215,7 @@ def warn_of_another_template(module, target) -> None:
 
 def own_target(recorded: str | None) -> str | None:
     """The target a head records; the bundled quick-start target goes by its short name."""
-    from modelopt_eagle.target.convert import QUICKSTART_NAME
+    from modelopt_eagle.target.gguf import QUICKSTART_NAME
 
     return "quickstart" if recorded == QUICKSTART_NAME else recorded
 

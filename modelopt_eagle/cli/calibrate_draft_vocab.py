@@ -141,7 +141,7 @@ def _predictions(arguments: argparse.Namespace, dataset, tokenizer_hash: str):
 def _run_target(arguments: argparse.Namespace, rows):
     import torch
 
-    from modelopt_eagle.data.progress import ProgressBar
+    from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.features.compute import compute_rows
     from modelopt_eagle.target import load_target
 

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("num_samples", "max_new_tokens", "num_speculative_tokens", "batch_size"):
         if getattr(arguments, name) < 1:
             raise ExportError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
-    from modelopt_eagle.export.serving import check_serving
+    from modelopt_eagle.serving.check import check_serving
 
     report = check_serving(
         arguments.export_path,

@@ -92,8 +92,8 @@ def read_data(recipe) -> tuple[int, int, int]:
     They are those of the store or dump for offline training, and of ``train_path`` where a store is yet to be filled.
     """
     if recipe.data.offline_data_path is not None and recipe.data.on_missing != "generate":
-        from modelopt_eagle.features.foreign import open_tokens
-        from modelopt_eagle.training.sources import rows_to_use
+        from modelopt_eagle.features.foreign.reader import open_tokens
+        from modelopt_eagle.training.data import rows_to_use
 
         found = open_tokens(recipe.data.offline_data_path, recipe.data.offline_all_supervised)
         report = rows_to_use(found, recipe.data)[1]
@@ -165,7 +165,7 @@ def head_parameters(recipe, config):
     import torch
 
     from modelopt_eagle.draft import DraftConfig, EagleModule
-    from modelopt_eagle.training.heads import STRUCTURE
+    from modelopt_eagle.training.head import STRUCTURE
 
     eagle = recipe.eagle
     overrides = {name: getattr(eagle, key) for key, name in STRUCTURE.items()}

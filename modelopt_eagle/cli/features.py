@@ -83,7 +83,7 @@ def _verify(args) -> int:
 
 def _verify_bytes(args) -> int:
     """Number of bad shards."""
-    from modelopt_eagle.data.progress import ProgressBar
+    from modelopt_eagle.common.console import ProgressBar
 
     bar = ProgressBar(maintenance.summarise(args.folder).bytes // 2**20, "verify", unit="MiB")
     report = maintenance.verify(
@@ -99,8 +99,8 @@ def _verify_bytes(args) -> int:
 
 def _verify_sample(args) -> int:
     """Number of rows that are not the target's."""
-    from modelopt_eagle.features.foreign import open_reader
-    from modelopt_eagle.features.recompute import lines, recompute
+    from modelopt_eagle.features.checks import lines, recompute
+    from modelopt_eagle.features.foreign.reader import open_reader
     from modelopt_eagle.recipe import load_recipe
     from modelopt_eagle.target import load_target
 
@@ -122,9 +122,9 @@ def _merge(args) -> int:
 
 
 def _import(args) -> int:
-    from modelopt_eagle.data.progress import ProgressBar
+    from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.features.dump import import_rows
-    from modelopt_eagle.features.foreign import open_offline
+    from modelopt_eagle.features.foreign.reader import open_offline
     from modelopt_eagle.target import load_target_tables
 
     tables = load_target_tables(args.model)

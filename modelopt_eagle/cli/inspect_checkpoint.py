@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     from modelopt_eagle.cli._reading import reading_options
-    from modelopt_eagle.export.inspection import inspect_checkpoint
+    from modelopt_eagle.export.inspect import inspect_checkpoint
 
     arguments = build_parser().parse_args(argv)
     options, _ = reading_options(arguments)

@@ -23,9 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"Off loopback a token is required: set {TOKEN_VARIABLE} to the same secret for servers and trainer. "
         "Options behind -- go to vllm serve as they are.",
     )
-    parser.add_argument(
-        "--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart"
-    )
+    parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"), help="default vllm")
     parser.add_argument("--aux-layers", metavar="a,b,c", help="layers by outputs, 0-based (default 1, n//2-1, n-4)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
@@ -78,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def vllm_command(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm serve`` that hands out the layers asked for."""
-    from modelopt_eagle.features.vllm_engine import context_length, speculative_config, transfer_config
+    from modelopt_eagle.features.engines.vllm import context_length, speculative_config, transfer_config
     from modelopt_eagle.target import check_layer_ids, default_layer_ids
     from modelopt_eagle.target.load import load_config, resolve
 
@@ -87,7 +85,7 @@ def vllm_command(args: argparse.Namespace) -> list[str]:
     layers = config.num_hidden_layers
     ids = check_layer_ids(_layers(args) or default_layer_ids(layers), layers)
     transfer = transfer_config(_address(args.host, args.feature_port), int(args.max_gib * 2**30))
-    command = [args.engine_python, "-m", "modelopt_eagle.features.vllm_serve", str(place)]
+    command = [args.engine_python, "-m", "modelopt_eagle.features.engines.vllm_serve", str(place)]
     command += ["--host", args.host, "--port", str(args.port), "--dtype", args.dtype]
     command += ["--max-model-len", str(context_length(config, args.max_length))]
     command += ["--tensor-parallel-size", str(args.tensor_parallel)]
@@ -111,7 +109,7 @@ _NEEDED = ("vllm", "torch", "transformers", "safetensors", "yaml", "pydantic", "
 
 
 def _serve_vllm(args, token: str | None) -> int:
-    from modelopt_eagle.export.serving import engine_environment
+    from modelopt_eagle.serving.check import engine_environment
 
     command = vllm_command(args)
     package = str(Path(__file__).parents[2])  # vLLM's Python must find our connector

@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     import torch
 
-    from modelopt_eagle.data.progress import ProgressBar
+    from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.data.prompts import load_prompts
-    from modelopt_eagle.data.synthesis import SynthesisSettings, prepare_output, synthesize
     from modelopt_eagle.errors import DataError
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.validation.synthesis import SynthesisSettings, prepare_output, synthesize
 
     for name in ("max_new_tokens", "batch_size"):
         if getattr(arguments, name) < 1:

@@ -117,10 +117,10 @@ def validate(recipe: Recipe, result) -> dict:
         the content of ``acceptance.json``.
     """
     from modelopt_eagle.data import ProgressBar, load_prompts
-    from modelopt_eagle.decoding.recorder import graph_switch
     from modelopt_eagle.export import load_draft
+    from modelopt_eagle.kernels.recorder import graph_switch
     from modelopt_eagle.target import load_target
-    from modelopt_eagle.target.adapter import merge_adapter
+    from modelopt_eagle.target.lora import merge_adapter
     from modelopt_eagle.validation import measure_acceptance
 
     section, file = recipe.validation, result.output_dir / "report" / "acceptance.json"
@@ -177,14 +177,14 @@ def measurement_mark(recipe: Recipe, checkpoint: Path) -> dict:
 
 def own_adapter(checkpoint: Path) -> Path | None:
     """The folder of the target's adapter in a checkpoint, if the run trained one."""
-    from modelopt_eagle.target.adapter import FOLDER
+    from modelopt_eagle.target.lora import FOLDER
 
     return checkpoint / FOLDER if (checkpoint / FOLDER).is_dir() else None
 
 
 def adapter_mark(checkpoint: Path) -> dict:
     """What tells one adapter from another; empty without one."""
-    from modelopt_eagle.target.adapter import WEIGHTS
+    from modelopt_eagle.target.lora import WEIGHTS
 
     adapter = own_adapter(checkpoint)
     return {} if adapter is None else {"target_adapter": digest(adapter / WEIGHTS)}
@@ -211,7 +211,7 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
     from modelopt_eagle.export import export_checkpoint, load_draft
     from modelopt_eagle.export.licence import licence_of
     from modelopt_eagle.target import load_target_tables
-    from modelopt_eagle.target.adapter import FOLDER, check_adapter
+    from modelopt_eagle.target.lora import FOLDER, check_adapter
 
     section, path, stamp = recipe.export, recipe.export_path, export_stamp(recipe)
     mark = {
@@ -308,7 +308,7 @@ def summary(recipe: Recipe, result, measured: dict | None) -> str:
 def serving_lines(recipe: Recipe) -> list[str]:
     """The commands of the model card with this run's target and folder in place."""
     from modelopt_eagle.export.card import serve_lines
-    from modelopt_eagle.export.loader import load_draft
+    from modelopt_eagle.export.load import load_draft
     from modelopt_eagle.target.load import resolve
 
     path = recipe.export_path

@@ -1,10 +1,10 @@
 """Conversations in, token rows with supervised flags out; prompts, answers by the target, and the draft vocabulary."""
 
+from modelopt_eagle.common.console import ProgressBar
 from modelopt_eagle.data.batches import plan_batches
 from modelopt_eagle.data.conversations import Conversation, ConversationSet, read_conversations
 from modelopt_eagle.data.dataset import TokenizedDataset, prepare_dataset, render, tokenize_conversations
 from modelopt_eagle.data.encode import TokenizedRow
-from modelopt_eagle.data.progress import ProgressBar
 from modelopt_eagle.data.prompts import Prompt, load_prompts
 from modelopt_eagle.data.report import DataReport
 from modelopt_eagle.data.roles import Message

@@ -3,12 +3,13 @@
 ``CaptureBuffer``, ``TreeSlots`` and ``relocate_cache`` are for engines that have their own batches and caches.
 """
 
-from .capture_buffer import CaptureBuffer
-from .generator import PlainGenerator, PseudoSpeculativeGenerator
-from .options import DraftPlan, SamplingOptions
-from .output import GenerationOutput, Timings
-from .relocate import relocate_cache
-from .slots import TreeSlots
+from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
+from modelopt_eagle.decoding.generator import PlainGenerator, PseudoSpeculativeGenerator
+from modelopt_eagle.decoding.options import SamplingOptions
+from modelopt_eagle.decoding.output import GenerationOutput, Timings
+from modelopt_eagle.decoding.relocate import relocate_cache
+from modelopt_eagle.decoding.slots import TreeSlots
+from modelopt_eagle.draft.plan import DraftPlan
 
 __all__ = [
     "CaptureBuffer",

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelopt_eagle.decoding.requests import Request
+from modelopt_eagle.decoding.sampling import shape_probabilities
+from modelopt_eagle.draft.trees import RoundTree, chain_tree
 from modelopt_eagle.kernels import Accepted, repack_accepted, sample_and_match, verify_greedy
-
-from .requests import Request
-from .sampling import shape_probabilities
-from .trees import RoundTree, chain_tree
 
 
 @dataclass(frozen=True)

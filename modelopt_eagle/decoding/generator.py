@@ -13,19 +13,18 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from modelopt_eagle.decoding.checks import check_lengths, check_pair
+from modelopt_eagle.decoding.cpu_linear import SWITCH, FastLinears
+from modelopt_eagle.decoding.output import GenerationOutput, Timings, prefix_counts
+from modelopt_eagle.decoding.requests import Request, StopRule, StreamCallback, end_token_ids, make_requests
+from modelopt_eagle.decoding.rounds import DraftedRounds, PlainRounds, Rounds
+from modelopt_eagle.decoding.target_runner import cache_argument
 from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.kernels.recorder import choose_recorder
 from modelopt_eagle.target.model import Target
-
-from .compatibility import check_lengths, check_pair
-from .cpu_linear import SWITCH, FastLinears
-from .draft_graphs import DraftGraphs
-from .options import DraftPlan
-from .output import GenerationOutput, Timings, prefix_counts
-from .recorder import choose_recorder
-from .requests import Request, StopRule, StreamCallback, end_token_ids, make_requests
-from .rounds import DraftedRounds, PlainRounds, Rounds
-from .target_runner import cache_argument
 
 
 class PseudoSpeculativeGenerator:

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from modelopt_eagle.decoding.row_cache import RowCache
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels import Accepted, relocate_kv
-
-from .row_cache import RowCache
 
 
 def relocate_rows(cache: RowCache, path: Accepted, lengths: list[int]) -> None:

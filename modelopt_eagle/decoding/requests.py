@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from modelopt_eagle.decoding.options import SamplingOptions, per_request
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
-
-from .options import SamplingOptions, per_request
 
 StreamCallback = Callable[[int, list[int], "str | None"], None]
 """``callback(request, new_tokens, finish_reason)``, once a step and request; the reason is ``None`` until the end."""

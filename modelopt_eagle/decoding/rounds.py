@@ -9,18 +9,17 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from modelopt_eagle.decoding.accept import Choice, choose_chain, choose_tree, first_tokens
+from modelopt_eagle.decoding.masks import causal
+from modelopt_eagle.decoding.output import Timings
+from modelopt_eagle.decoding.relocate import relocate_rows
+from modelopt_eagle.decoding.requests import Request
+from modelopt_eagle.decoding.target_runner import TargetRunner
 from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
+from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.target.model import Target
-
-from .accept import Choice, choose_chain, choose_tree, first_tokens
-from .draft_graphs import DraftGraphs
-from .draft_loop import DraftLoop
-from .masks import causal
-from .options import DraftPlan
-from .output import Timings
-from .relocate import relocate_rows
-from .requests import Request
-from .target_runner import TargetRunner
 
 
 class Rounds(ABC):

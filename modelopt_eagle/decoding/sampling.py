@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .options import SamplingOptions
+from modelopt_eagle.decoding.options import SamplingOptions
 
 
 def shape_probabilities(logits: Tensor, options: list[SamplingOptions]) -> Tensor:

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from modelopt_eagle.draft.trees import chain_tree
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels import DraftTree, pack_mask
-
-from .trees import chain_tree
 
 FIELDS = ("tokens", "flat_ids", "parents", "depths", "mask", "first_child", "next_sibling")
 

@@ -8,12 +8,11 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
+from modelopt_eagle.decoding.masks import attention_kinds, kind_masks
+from modelopt_eagle.decoding.row_cache import RowCache
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
-
-from .capture_buffer import CaptureBuffer
-from .masks import attention_kinds, kind_masks
-from .row_cache import RowCache
 
 _KNOWN_ATTENTION = ("sdpa", "eager")
 

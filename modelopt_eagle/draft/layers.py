@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from .config import DraftConfig
-from .rotary import rotate
+from modelopt_eagle.draft.config import DraftConfig
+from modelopt_eagle.draft.rotary import rotate
 
 
 class GatedMLP(nn.Module):

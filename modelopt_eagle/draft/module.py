@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.draft.config import DraftConfig
+from modelopt_eagle.draft.layers import DecoderLayer
+from modelopt_eagle.draft.rotary import Rotary
+from modelopt_eagle.draft.vocab import UNSET, DraftVocab
 from modelopt_eagle.errors import CheckpointError
-
-from .config import DraftConfig
-from .layers import DecoderLayer
-from .rotary import Rotary
-from .vocab import UNSET, DraftVocab
 
 
 class EagleModule(nn.Module):

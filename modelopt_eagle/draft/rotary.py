@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from modelopt_eagle.draft.config import DraftConfig
 from modelopt_eagle.errors import CheckpointError
-
-from .config import DraftConfig
 
 KEYS = {
     "linear": ({"factor"}, set()),

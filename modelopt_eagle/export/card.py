@@ -6,10 +6,9 @@ import re
 from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
-
-from .engine_versions import needed_version
-from .engines import SGLANG, TENSORRT_LLM, VLLM
-from .licence import licence_of
+from modelopt_eagle.export.engines.check import SGLANG, TENSORRT_LLM, VLLM
+from modelopt_eagle.export.engines.versions import needed_version
+from modelopt_eagle.export.licence import licence_of
 
 TESTED = {
     "vLLM": f"{VLLM.version} (run on a CPU)",

@@ -12,15 +12,22 @@ from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, EagleModule, default_aux_layer_ids
 from modelopt_eagle.errors import ExportError
-
-from .card import model_card
-from .embedding import table_of, with_own_embedding, without_copy
-from .folders import whole_folder
-from .loader import load_draft, read_head
-from .names import file_tensors
-from .readers import ReadOptions
-from .universal import FLAGS, RECORD, dtype_name, parse_dtype, universal_config
-from .writer import ExportReport, compare, export_checkpoint, rebuilt, target_identity, with_target, write_folder
+from modelopt_eagle.export.card import model_card
+from modelopt_eagle.export.embedding import table_of, with_own_embedding, without_copy
+from modelopt_eagle.export.folders import whole_folder
+from modelopt_eagle.export.foreign import ReadOptions
+from modelopt_eagle.export.load import load_draft, read_head
+from modelopt_eagle.export.names import file_tensors
+from modelopt_eagle.export.universal import FLAGS, RECORD, dtype_name, parse_dtype, universal_config
+from modelopt_eagle.export.write import (
+    ExportReport,
+    compare,
+    export_checkpoint,
+    rebuilt,
+    target_identity,
+    with_target,
+    write_folder,
+)
 
 FORMATS = ("universal", "speculators", "eagle")
 SPECULATORS_VERSION = "0.9.0"
@@ -178,14 +185,14 @@ def convert_checkpoint(
     """Write any known head in another layout, numbers and vocabulary map unchanged.
 
     Args:
-        source: a head of any layout that :mod:`~modelopt_eagle.export.readers` knows.
+        source: a head of any layout that :mod:`~modelopt_eagle.export.foreign` knows.
         path: the folder to make.
         to: one of :data:`FORMATS`.
         options: answers to what the source leaves open.
         target: a ``Target``, its tables or their ``identity()``: completes and checks the config, and says how many
             layers there are.
         dtype: of the result; also accepts a source that mixes dtypes.
-        strict: as in :func:`~modelopt_eagle.export.loader.read_head`.
+        strict: as in :func:`~modelopt_eagle.export.load.read_head`.
 
     Raises:
         CheckpointError: the source cannot be read without guessing.

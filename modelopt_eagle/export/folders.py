@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from modelopt_eagle.errors import CheckpointError, ExportError
-from modelopt_eagle.target.adapter import CONFIG as ADAPTER_CONFIG
-from modelopt_eagle.target.adapter import FOLDER as ADAPTER
-from modelopt_eagle.target.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from modelopt_eagle.target.lora import CONFIG as ADAPTER_CONFIG
+from modelopt_eagle.target.lora import FOLDER as ADAPTER
+from modelopt_eagle.target.lora import WEIGHTS as ADAPTER_WEIGHTS
 
 COMPLETE_MARKER = "complete.json"
 """Written last into each training checkpoint; a folder without it was cut short."""

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from modelopt_eagle.errors import ExportError
-
-from .folders import is_export
+from modelopt_eagle.export.folders import is_export
 
 
 def push_to_hub(folder: str | Path, repo: str, *, private: bool = False, endpoint: str | None = None) -> str:

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import CheckpointError
-
-from .engine_quant import SCALES, scaled_layers
-from .names import module_name
-from .quant_formats import QuantizedLinear, unpack
+from modelopt_eagle.export.engines.quantisation import SCALES, scaled_layers
+from modelopt_eagle.export.names import module_name
+from modelopt_eagle.export.quant_formats import QuantizedLinear, unpack
 
 FORMS = {torch.float8_e4m3fn: "fp8", torch.uint8: "nvfp4", torch.int8: "int8"}
 """Format by the dtype of a packed weight."""

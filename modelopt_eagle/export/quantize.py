@@ -14,18 +14,17 @@ from torch import Tensor, nn
 
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import ExportError, require_extra
-
-from .card import model_card
-from .embedding import table_of, without_copy
-from .engine_quant import quant_reasons
-from .engine_versions import needed_version
-from .engines import PROFILES, engine_notes
-from .folders import whole_folder
-from .names import file_tensors
-from .quant_formats import BLOCK, FORMATS, QuantizedLinear, engine_config, pack, unpack
-from .universal import parse_dtype, universal_config
-from .weights import read_json, read_tensors
-from .writer import rebuilt, target_identity, with_target, write_folder
+from modelopt_eagle.export.card import model_card
+from modelopt_eagle.export.embedding import table_of, without_copy
+from modelopt_eagle.export.engines.check import PROFILES, engine_notes
+from modelopt_eagle.export.engines.quantisation import quant_reasons
+from modelopt_eagle.export.engines.versions import needed_version
+from modelopt_eagle.export.folders import whole_folder
+from modelopt_eagle.export.names import file_tensors
+from modelopt_eagle.export.quant_formats import BLOCK, FORMATS, QuantizedLinear, engine_config, pack, unpack
+from modelopt_eagle.export.tensors import read_json, read_tensors
+from modelopt_eagle.export.universal import parse_dtype, universal_config
+from modelopt_eagle.export.write import rebuilt, target_identity, with_target, write_folder
 
 EXCLUDED = ["lm_head"]
 """Modules that stay as they are. Engines match these as parts of names, so anything longer would hide layers."""

@@ -9,7 +9,7 @@ from modelopt_eagle.features.batch import (
     needed_final_positions,
     predicting_positions,
 )
-from modelopt_eagle.features.foreign import open_offline
+from modelopt_eagle.features.foreign.reader import open_offline
 from modelopt_eagle.features.hybrid import HybridSource
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.source import FeatureSource, MemorySource, OnlineSource, SelectedSource

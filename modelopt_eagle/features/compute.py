@@ -9,7 +9,7 @@ import torch
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureRow, predicting_positions
 from modelopt_eagle.features.pictures import has_images, picture_states
-from modelopt_eagle.features.prefix import CommonPrefix, find_common_prefix
+from modelopt_eagle.features.prefix_cache import CommonPrefix, find_common_prefix
 
 HEAD_CHUNK_BYTES = 64 * 2**20
 """Logits of one chunk of positions stay below this, so ``[B,S,V]`` never exists."""

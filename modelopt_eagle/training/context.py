@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, active_anchors, run_steps
 from modelopt_eagle.errors import FeatureError, RecipeError
 from modelopt_eagle.features import FeatureBatch
-
-from .rollout import Documents, RolloutOutput, active_anchors, run_steps
-from .step import TrainingStep
+from modelopt_eagle.training.step import TrainingStep
 
 
 @dataclass(frozen=True)
@@ -193,9 +192,7 @@ class SharedStep(TrainingStep):
         batch = super().place(batch, device)
         if not isinstance(batch, SharedBatch):
             return batch  # whole rows of an evaluation
-        return replace(
-            batch, axis=SharedAxis(self.group, batch.num_tokens, device), teachers=batch.teachers.to(device)
-        )
+        return replace(batch, axis=SharedAxis(self.group, batch.num_tokens, device), teachers=batch.teachers.to(device))
 
     def count_positions(self, batch: SharedBatch | None) -> Tensor | None:
         """``[K]`` counted positions of this process; ``None`` if no process of the group has any."""

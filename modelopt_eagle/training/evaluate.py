@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from modelopt_eagle.features import FeatureSource
-
-from .acceptance import WalkResult, acceptance_walk
-from .step import TrainingStep
+from modelopt_eagle.training.acceptance import WalkResult, acceptance_walk
+from modelopt_eagle.training.step import TrainingStep
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
-
-from .rollout import Documents, RolloutOutput, counted_anchors
-from .teacher import Teacher, gradient_by_teacher
+from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, counted_anchors
+from modelopt_eagle.training.teacher import Teacher, gradient_by_teacher
 
 CHUNK = 512
 """Teacher positions a chunk."""
@@ -65,7 +64,7 @@ class LossOutput:
         asked_counts: ``[K]`` int64 counted positions together with those that were dropped because their token lies
             outside the draft vocabulary; what an honest accuracy divides by.
         preservation: scalar, detached: how far the adapted target is from the unadapted one, see
-            :mod:`modelopt_eagle.training.adapted`; ``None`` for a target without adapters.
+            :mod:`modelopt_eagle.training.lora`; ``None`` for a target without adapters.
     """
 
     loss: Tensor
@@ -99,7 +98,7 @@ def distillation_loss(
     """Distillation loss of a rollout.
 
     Args:
-        output: from :func:`~modelopt_eagle.training.rollout.rollout`.
+        output: from :func:`~modelopt_eagle.draft.eagle3.rollout.rollout`.
         supervised: ``[B, S]`` bool, tokens to be learned.
         target_logits: ``[B, S, V]``; or instead of them
         target_hidden: ``[B, S, Ht]`` final hidden states after the final norm; a gradient flows back into them if they

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 from modelopt_eagle.recipe import Recipe
-
-from .checkpoint import BEST
-from .run import assemble, claim_output, finished_state, make_accelerator
-from .trainer import Trainer, TrainingResult, make_result
+from modelopt_eagle.training.checkpoint import BEST
+from modelopt_eagle.training.run import assemble, claim_output, finished_state, make_accelerator
+from modelopt_eagle.training.trainer import Trainer, TrainingResult, make_result
 
 
 def train(recipe: Recipe) -> TrainingResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .teacher import through_transform
+from modelopt_eagle.training.teacher import through_transform
 
 CHUNK_BYTES = 64 * 2**20
 """Logits of one chunk of positions stay below this, so ``[n, V]`` never exists."""

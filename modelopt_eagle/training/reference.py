@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
-
-from .loss import CONVENTIONS, LossOutput
-from .rollout import COUNTED_TOKEN
+from modelopt_eagle.draft.eagle3.rollout import COUNTED_TOKEN
+from modelopt_eagle.training.loss import CONVENTIONS, LossOutput
 
 
 def document_span(document_ids: Tensor | None, row: int, anchor: int, length: int) -> tuple[int, int]:

@@ -13,19 +13,18 @@ import torch
 from modelopt_eagle.draft import EagleModule, check_aux_layer_ids, default_aux_layer_ids
 from modelopt_eagle.errors import RecipeError, TrainingError, require_extra
 from modelopt_eagle.features import FeatureSource
-from modelopt_eagle.features.adapted import UnadaptedSource
+from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import load_target, load_target_tables
-from modelopt_eagle.target.adapter import TargetAdapter
-
-from .adapted import AdaptedStep, check_adapters, make_adapter
-from .checkpoint import RECIPE, STATE, CheckpointFolder
-from .context import SharedStep, check_processes, make_group
-from .heads import check_head, continued_head, new_head, rebuild_vocabulary
-from .own_share import own_share, own_share_line
-from .sources import from_store, from_target
-from .step import TeacherTables, TrainingStep
-from .streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
+from modelopt_eagle.target.lora import TargetAdapter
+from modelopt_eagle.training.checkpoint import RECIPE, STATE, CheckpointFolder
+from modelopt_eagle.training.context import SharedStep, check_processes, make_group
+from modelopt_eagle.training.data import from_store, from_target
+from modelopt_eagle.training.head import check_head, continued_head, new_head, rebuild_vocabulary
+from modelopt_eagle.training.lora import AdaptedStep, check_adapters, make_adapter
+from modelopt_eagle.training.own_share import own_share, own_share_line
+from modelopt_eagle.training.step import TeacherTables, TrainingStep
+from modelopt_eagle.training.streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
 
 PATIENCE = timedelta(hours=4)
 """How long processes wait for each other; one of them may tokenise or compute features for long."""

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, rollout
 from modelopt_eagle.features import FeatureBatch
-
-from .loss import CONVENTIONS, LossOutput, Teacher, counted_masks, distillation_loss, normaliser
-from .rollout import Documents, RolloutOutput, rollout
+from modelopt_eagle.training.loss import CONVENTIONS, LossOutput, Teacher, counted_masks, distillation_loss, normaliser
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.store import dataset_hash
 from modelopt_eagle.recipe import Recipe
-
-from .sources import RunData, held_out_line, held_out_rows, read_data
+from modelopt_eagle.training.data import RunData, held_out_line, held_out_rows, read_data
 
 TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 """Environment variable of the secret that servers off loopback ask for; a recipe is no place for it."""

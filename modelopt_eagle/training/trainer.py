@@ -16,16 +16,15 @@ from torch import Tensor
 from modelopt_eagle.data import plan_batches
 from modelopt_eagle.errors import CheckpointError, TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
-
-from .checkpoint import CheckpointFolder, set_rng_state
-from .evaluate import evaluate_files
-from .interrupt import StopRequest
-from .meter import Meter
-from .optimizer import build_optimizers, set_learning_rate
-from .progress import MetricLog, ProgressView, clock, progress_text
-from .run import Run
-from .schedule import Schedule
-from .step import compile_layers
+from modelopt_eagle.training.checkpoint import CheckpointFolder, set_rng_state
+from modelopt_eagle.training.evaluate import evaluate_files
+from modelopt_eagle.training.interrupt import StopRequest
+from modelopt_eagle.training.metrics import Meter
+from modelopt_eagle.training.optimizer import build_optimizers, set_learning_rate
+from modelopt_eagle.training.progress import MetricLog, ProgressView, clock, progress_text
+from modelopt_eagle.training.run import Run
+from modelopt_eagle.training.schedule import Schedule
+from modelopt_eagle.training.step import compile_layers
 
 
 @dataclass

@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 
 from modelopt_eagle.errors import require_extra
-
-from .report import AcceptanceReport, speed_line
-from .speed import Speed
-from .sweep import advice, plan_name
+from modelopt_eagle.validation.report import AcceptanceReport, speed_line
+from modelopt_eagle.validation.speed import Speed
+from modelopt_eagle.validation.sweep import advice, plan_name
 
 BLUE = "#2b6cb0"
 

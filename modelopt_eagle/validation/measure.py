@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from modelopt_eagle.common.acceptance import acceptance_length, bootstrap_interval, prefix_shares
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.data.prompts import as_prompts
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
-
-from .dialogues import answer_dialogues, first_turn, window
-from .report import AcceptanceReport, package_commit
-from .speed import Speed, measure_speed
-from .statistics import acceptance_length, bootstrap_interval, prefix_shares
+from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, window
+from modelopt_eagle.validation.report import AcceptanceReport, package_commit
+from modelopt_eagle.validation.speed import Speed, measure_speed
 
 SPEED_TOKENS = 128
 """Longest answer timed for the speed-up."""

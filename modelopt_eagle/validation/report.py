@@ -10,8 +10,7 @@ from pathlib import Path
 
 import modelopt_eagle
 from modelopt_eagle.decoding import DraftPlan
-
-from .speed import Speed
+from modelopt_eagle.validation.speed import Speed
 
 JSON_FIELDS = (
     "acceptance_length",

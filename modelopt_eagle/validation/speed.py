@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from modelopt_eagle.decoding import GenerationOutput, PlainGenerator, PseudoSpeculativeGenerator, Timings
-from modelopt_eagle.decoding.parity import Divergence, first_divergence
+from modelopt_eagle.decoding.divergence import Divergence, first_divergence
 from modelopt_eagle.target.model import Target
 
 UNDISTURBED = 0.8

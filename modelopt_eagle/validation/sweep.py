@@ -9,10 +9,9 @@ from modelopt_eagle.decoding import DraftPlan, PseudoSpeculativeGenerator
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
-
-from .measure import time_generators
-from .report import best_setting, format_table, plan_fields
-from .speed import UNDISTURBED
+from modelopt_eagle.validation.measure import time_generators
+from modelopt_eagle.validation.report import best_setting, format_table, plan_fields
+from modelopt_eagle.validation.speed import UNDISTURBED
 
 CHAINS = (1, 2, 3, 4, 5, 7)
 TREES = ((2, 2, 5), (2, 3, 7), (4, 3, 9), (4, 4, 13), (8, 4, 17), (8, 5, 33))

@@ -32,9 +32,9 @@ import kernels as benchmark  # noqa: E402  (scripts/benchmark/kernels.py)
 
 from modelopt_eagle import kernels  # noqa: E402
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator  # noqa: E402
-from modelopt_eagle.decoding.draft_graphs import DraftGraphs  # noqa: E402
-from modelopt_eagle.decoding.draft_loop import DraftLoop  # noqa: E402
 from modelopt_eagle.draft import DraftConfig, EagleModule  # noqa: E402
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop  # noqa: E402
+from modelopt_eagle.draft.eagle3.graphs import DraftGraphs  # noqa: E402
 from modelopt_eagle.kernels import parity  # noqa: E402
 from modelopt_eagle.target.model import Target  # noqa: E402
 from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402

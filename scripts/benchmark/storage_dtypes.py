@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.acceptance import acceptance_length, bootstrap_interval
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.export import load_draft
 from modelopt_eagle.features import OfflineSource
@@ -28,11 +29,10 @@ from modelopt_eagle.features.store import STORAGE_DTYPES, StoreReader, StoreWrit
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target_tables
 from modelopt_eagle.training import train
+from modelopt_eagle.training.data import Rows
 from modelopt_eagle.training.evaluate import evaluate
 from modelopt_eagle.training.run import make_accelerator
-from modelopt_eagle.training.sources import Rows
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
-from modelopt_eagle.validation.statistics import acceptance_length, bootstrap_interval
 
 ROUNDS = 2000
 

@@ -34,7 +34,7 @@ from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.training.heads import random_module
+from modelopt_eagle.training.head import random_module
 from modelopt_eagle.training.optimizer import build_optimizers
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 

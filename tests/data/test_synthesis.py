@@ -7,8 +7,9 @@ import torch
 from data_toy import write_lines
 
 from modelopt_eagle.cli.main import run_command
-from modelopt_eagle.data import load_prompts, synthesis
-from modelopt_eagle.data.synthesis import decode_batch, prepare_output, stop_token_ids
+from modelopt_eagle.data import load_prompts
+from modelopt_eagle.validation import synthesis
+from modelopt_eagle.validation.synthesis import decode_batch, prepare_output, stop_token_ids
 
 PROMPTS = [[4, 50, 60], [70] * 9, [9, 8, 100, 101, 102, 103]]
 

@@ -3,8 +3,8 @@
 import torch
 
 from modelopt_eagle.decoding import rounds
-from modelopt_eagle.decoding.draft_loop import DraftLoop
-from modelopt_eagle.decoding.trees import TreeHistory
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
+from modelopt_eagle.draft.trees import TreeHistory
 
 
 def known_history(path, topk, vocab):

@@ -9,7 +9,7 @@ from heads import make_head
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, cpu_linear
 from modelopt_eagle.decoding.cpu_linear import FastLinears, eligible
-from modelopt_eagle.decoding.parity import first_divergence
+from modelopt_eagle.decoding.divergence import first_divergence
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.tiny import make_tiny_target
 

@@ -3,11 +3,11 @@
 import torch
 from heads import make_head
 
+from modelopt_eagle.common.acceptance import acceptance_length, prefix_shares
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
-from modelopt_eagle.decoding.draft_loop import DraftLoop
-from modelopt_eagle.decoding.parity import first_divergence
+from modelopt_eagle.decoding.divergence import first_divergence
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
 from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.validation.statistics import acceptance_length, prefix_shares
 
 
 def test_a_draft_that_is_the_target_is_always_accepted(target, head, prompts, monkeypatch):

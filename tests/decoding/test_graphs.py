@@ -9,13 +9,14 @@ import torch
 from heads import make_head
 from tracing import TracingRecorder
 
-from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, draft_graphs
-from modelopt_eagle.decoding.draft_cache import DraftCache
-from modelopt_eagle.decoding.draft_graphs import DraftGraphs
-from modelopt_eagle.decoding.draft_loop import DraftLoop, Where
-from modelopt_eagle.decoding.options import DraftPlan
-from modelopt_eagle.decoding.recorder import CudaGraphRecorder, choose_recorder
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
+from modelopt_eagle.draft.cache import DraftCache
+from modelopt_eagle.draft.eagle3 import graphs as draft_graphs
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop, Where
+from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError, RecipeError
+from modelopt_eagle.kernels.recorder import CudaGraphRecorder, choose_recorder
 
 MODES = [
     dict(num_steps=4),

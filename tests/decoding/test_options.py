@@ -118,8 +118,8 @@ def test_head_of_another_target_is_refused(target, head):
 @pytest.mark.parametrize("place", ["draft", "verify", "callback"])
 @pytest.mark.parametrize("options", [dict(num_steps=3), dict(mode="tree", topk=2, depth=3)], ids=["chain", "tree"])
 def test_everything_is_restored_after_an_exception(target, good_head, prompts, greedy, monkeypatch, options, place):
-    from modelopt_eagle.decoding.draft_loop import DraftLoop
     from modelopt_eagle.decoding.target_runner import TargetRunner
+    from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
 
     def hooks():
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in target.model.modules())

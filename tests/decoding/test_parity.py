@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from modelopt_eagle.decoding.parity import first_divergence
+from modelopt_eagle.decoding.divergence import first_divergence
 from modelopt_eagle.validation.report import same_text
 from modelopt_eagle.validation.speed import Speed
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modelopt_eagle.decoding.slots import FIELDS, TreeSlots, regular_tree
-from modelopt_eagle.decoding.trees import chain_tree
+from modelopt_eagle.draft.trees import chain_tree
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels import build_tree, unpack_mask, verify_greedy
 

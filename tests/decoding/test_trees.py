@@ -5,10 +5,10 @@ import torch
 from heads import make_head
 
 from modelopt_eagle.decoding import DraftPlan, PseudoSpeculativeGenerator
-from modelopt_eagle.decoding.draft_loop import DraftLoop
-from modelopt_eagle.decoding.stable_topk import stable_topk
-from modelopt_eagle.decoding.trees import build_round_tree, chain_tree
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
+from modelopt_eagle.draft.trees import build_round_tree, chain_tree
 from modelopt_eagle.kernels import unpack_mask
+from modelopt_eagle.kernels.topk import stable_topk
 from modelopt_eagle.training import rollout
 
 TEXTS = [[5, 9, 33, 70, 12, 90, 41], [100, 3, 50], [7, 8]]

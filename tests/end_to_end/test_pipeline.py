@@ -73,7 +73,7 @@ def test_train_interrupt_resume_validate_export(tiny_target_dir, tiny_target, da
     [
         "modelopt_eagle.features.compute.compute_features",
         "modelopt_eagle.validation.speed.measure_speed",
-        "modelopt_eagle.export.writer.compare",
+        "modelopt_eagle.export.write.compare",
     ],
 )
 def test_interrupt_in_any_stage_is_resumed_by_the_same_command(stage, tiny_target_dir, data, tmp_path, monkeypatch):

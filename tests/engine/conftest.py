@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from modelopt_eagle.data.files import ASSETS
-from modelopt_eagle.export.serving import ServingCheck
+from modelopt_eagle.serving.check import ServingCheck
 from modelopt_eagle.target import load_target
 from tests.engine.heads import make_stores, train_head
 

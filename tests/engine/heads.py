@@ -14,7 +14,7 @@ from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training import train
-from modelopt_eagle.training.sources import read_data
+from modelopt_eagle.training.data import read_data
 
 ROOT = Path(__file__).parents[2]
 CONVERSATIONS = 64

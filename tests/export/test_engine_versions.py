@@ -5,8 +5,8 @@ import pytest
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import export_checkpoint, inspect_checkpoint
-from modelopt_eagle.export.engine_profiles import PROFILES
-from modelopt_eagle.export.engine_versions import (
+from modelopt_eagle.export.engines.profiles import PROFILES
+from modelopt_eagle.export.engines.versions import (
     SINCE,
     check_versions,
     features_of,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import ReadOptions, export_checkpoint, inspect_checkpoint
-from modelopt_eagle.export.engines import PROFILES, check_engine, engine_reasons, tensor_reasons
+from modelopt_eagle.export.engines.check import PROFILES, check_engine, engine_reasons, tensor_reasons
 
 from .conftest import LATENT, build_head
 

@@ -14,7 +14,7 @@ from modelopt_eagle.draft.rotary import KEYS, check_scaling, inverse_frequencies
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint, load_draft, read_head
 from modelopt_eagle.export import folders as folders_module
-from modelopt_eagle.export import writer as writer_module
+from modelopt_eagle.export import write as writer_module
 from modelopt_eagle.export.probe import probe
 from modelopt_eagle.recipe import load_recipe
 

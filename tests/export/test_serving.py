@@ -12,7 +12,7 @@ from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint
-from modelopt_eagle.export.serving import (
+from modelopt_eagle.serving.check import (
     RUNNERS,
     ServingCheck,
     check_serving,
@@ -115,7 +115,7 @@ def test_other_acceptance_other_text_or_no_draft_fail(served):
 
 def test_a_tie_is_named_and_does_not_fail(served, monkeypatch):
     root, answers = served
-    monkeypatch.setattr("modelopt_eagle.export.serving.TIE", 1e9)
+    monkeypatch.setattr("modelopt_eagle.serving.check.TIE", 1e9)
     texts = [list(text) for text in answers["drafted"]["token_ids"]]
     texts[0][2] = (texts[0][2] + 1) % 256
     report = run(root, changed(answers, token_ids=texts))

@@ -23,9 +23,7 @@ ROWS, WORLD, EPOCHS = 60, 2, 2
 
 def tokenised():
     rows = [make_row(index) for index in range(ROWS)]
-    return [
-        TokenizedRow(row.row_id, row.category, row.input_ids.tolist(), row.supervised.tolist(), 1) for row in rows
-    ]
+    return [TokenizedRow(row.row_id, row.category, row.input_ids.tolist(), row.supervised.tolist(), 1) for row in rows]
 
 
 def fill(folder, log, pace, rank, barrier):

@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 
 from modelopt_eagle.cli.serve_features import TOKEN_VARIABLE
-from modelopt_eagle.features.vllm_engine import free_port
+from modelopt_eagle.features.engines.vllm import free_port
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -171,4 +171,3 @@ class Proxy:
                 """Requests are too many to print."""
 
         return Handler
-

@@ -1,6 +1,6 @@
 """A trainer that streams, to be killed: a line for each batch, from the step that it is given on.
 
-    python -m tests.features.stream_trainer URL TARGET CONVERSATIONS START
+python -m tests.features.stream_trainer URL TARGET CONVERSATIONS START
 """
 
 import json

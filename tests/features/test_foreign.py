@@ -12,10 +12,10 @@ from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import FeatureError, TargetError
 from modelopt_eagle.features import OfflineSource, OnlineSource
 from modelopt_eagle.features.dump import EngineBackEnd, dump
-from modelopt_eagle.features.foreign import RECIPE_KEYS, ForeignReader, open_offline
-from modelopt_eagle.features.foreign_files import find_format
+from modelopt_eagle.features.engines.tensorrt_llm import saved_states, states
+from modelopt_eagle.features.foreign.files import find_format
+from modelopt_eagle.features.foreign.reader import RECIPE_KEYS, ForeignReader, open_offline
 from modelopt_eagle.features.store import StoreWriter
-from modelopt_eagle.features.trtllm_engine import saved_states, states
 from modelopt_eagle.target import load_target_tables
 
 AUX = (1, 3, 4)

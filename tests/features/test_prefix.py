@@ -10,7 +10,7 @@ import transformers
 from modelopt_eagle.features import compute
 from modelopt_eagle.features.compute import compute_features, compute_rows
 from modelopt_eagle.features.dump import TargetBackEnd, dump
-from modelopt_eagle.features.prefix import CommonPrefix, common_length, find_common_prefix
+from modelopt_eagle.features.prefix_cache import CommonPrefix, common_length, find_common_prefix
 from modelopt_eagle.features.store import maintenance
 from modelopt_eagle.target import Target
 from tests.target.target_families import CONFIGS, SIZES, make_family, spread

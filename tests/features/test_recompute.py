@@ -7,8 +7,8 @@ import torch
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.features.checks import recompute, sample_rows
 from modelopt_eagle.features.dump import TargetBackEnd, dump
-from modelopt_eagle.features.recompute import recompute, sample_rows
 from modelopt_eagle.features.store import STORAGE_DTYPES, StoreReader
 from modelopt_eagle.target import Target
 from tests.features.test_foreign import target_states, write_specforge  # noqa: F401 (a fixture)

@@ -11,7 +11,7 @@ import pytest
 
 from modelopt_eagle.cli import serve_features
 from modelopt_eagle.cli.main import run_command
-from modelopt_eagle.features.vllm_engine import context_length, free_port
+from modelopt_eagle.features.engines.vllm import context_length, free_port
 from tests.features.serving import ROOT, SETTINGS, command
 
 
@@ -23,7 +23,7 @@ def test_the_printed_command(tiny_target_dir, capsys):
     assert serve("--model", str(tiny_target_dir), "--print", "--max-length", "4096", "--", "--max-num-seqs", "4") == 0
     printed = capsys.readouterr().out.rstrip()
     assert printed.startswith("PYTHONPATH=") and printed.endswith("--max-num-seqs 4")
-    assert f"-m modelopt_eagle.features.vllm_serve {tiny_target_dir} --host 127.0.0.1" in printed
+    assert f"-m modelopt_eagle.features.engines.vllm_serve {tiny_target_dir} --host 127.0.0.1" in printed
     assert '"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 8]' in printed  # inputs of layers, then the final state
     assert "--max-model-len 2048" in printed  # the target's own limit
     assert serve("--model", str(tiny_target_dir), "--print", "--max-length", "100", "--aux-layers", "5,0,2") == 0
@@ -121,9 +121,7 @@ def test_a_vllm_that_dies_at_its_start_shows_its_words(request, server_kind, ser
     else:
         engine = ["--engine", "hf", "--device", "cpu"]
     line = command("serve-features", "--model", broken, *engine, "--port", free_port(), "--feature-port", free_port())
-    done = subprocess.run(
-        line, capture_output=True, text=True, env=os.environ | SETTINGS, timeout=240, check=False
-    )
+    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | SETTINGS, timeout=240, check=False)
     assert done.returncode in (1, 2)
     said = done.stdout + done.stderr
     assert "MetadataIncompleteBuffer" in said or "incomplete metadata" in said.lower()

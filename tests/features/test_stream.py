@@ -14,11 +14,11 @@ from modelopt_eagle.cli import serve_features
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import MissingExtraError, StreamError
 from modelopt_eagle.features import StreamedSource
+from modelopt_eagle.features.engines.vllm import free_port
 from modelopt_eagle.features.stream.client import MailboxClient, StreamTimeout
 from modelopt_eagle.features.stream.mailbox import SHARED_MEMORY, Mailbox
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, encode
 from modelopt_eagle.features.stream.target_server import TargetServer
-from modelopt_eagle.features.vllm_engine import free_port
 
 AUX = (1, 3, 4)
 

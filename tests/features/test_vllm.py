@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from modelopt_eagle.data import prepare_dataset
-from modelopt_eagle.export.serving import engine_environment
 from modelopt_eagle.features import OfflineSource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, stop_ids
+from modelopt_eagle.serving.check import engine_environment
 from modelopt_eagle.target import load_target
-from modelopt_eagle.target.convert import convert_quickstart
+from modelopt_eagle.target.gguf import convert_quickstart
 from tests.features.serving import ROOT, SETTINGS
 
 QUESTIONS = (

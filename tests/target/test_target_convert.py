@@ -12,7 +12,8 @@ from target_gguf import write_gguf
 from transformers import LlamaForCausalLM
 
 from modelopt_eagle.errors import TargetError
-from modelopt_eagle.target import convert, load_target, load_target_tables
+from modelopt_eagle.target import gguf as convert
+from modelopt_eagle.target import load_target, load_target_tables
 from modelopt_eagle.target.identity import file_fingerprint
 from modelopt_eagle.target.tiny import make_tiny_target
 

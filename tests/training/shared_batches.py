@@ -17,7 +17,7 @@ from modelopt_eagle.features import OnlineSource  # noqa: E402
 from modelopt_eagle.recipe import load_recipe  # noqa: E402
 from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
 from modelopt_eagle.training.context import ContextGroup, SharedAxis, SharedStep  # noqa: E402
-from modelopt_eagle.training.heads import random_module  # noqa: E402
+from modelopt_eagle.training.head import random_module  # noqa: E402
 from modelopt_eagle.training.step import TeacherTables, TrainingStep  # noqa: E402
 
 CASES = {

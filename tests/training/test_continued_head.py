@@ -11,7 +11,7 @@ from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import train
-from modelopt_eagle.training.heads import continued_head
+from modelopt_eagle.training.head import continued_head
 from modelopt_eagle.training.run import architecture_line
 
 from .runs import small_recipe, write_conversations

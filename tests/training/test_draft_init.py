@@ -12,7 +12,7 @@ from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training import train
-from modelopt_eagle.training.heads import continued_head, with_vocabulary
+from modelopt_eagle.training.head import continued_head, with_vocabulary
 
 from ..export.foreign import TOOLS, foreign
 from .runs import small_recipe, write_conversations

@@ -8,20 +8,20 @@ from torch import nn
 
 from modelopt_eagle.data import TokenizedRow
 from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.eagle3.rollout import rollout
 from modelopt_eagle.errors import MissingExtraError, RecipeError, TargetError
 from modelopt_eagle.features import OnlineSource
-from modelopt_eagle.features.adapted import UnadaptedSource, adapted_batch
+from modelopt_eagle.features.unadapted import UnadaptedSource, adapted_batch
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
-from modelopt_eagle.target.adapter import TargetAdapter, attach, find_adapter, merge_adapter
+from modelopt_eagle.target.lora import TargetAdapter, attach, find_adapter, merge_adapter
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import loss as loss_module
 from modelopt_eagle.training import preservation
-from modelopt_eagle.training.adapted import AdaptedStep
-from modelopt_eagle.training.heads import random_module
+from modelopt_eagle.training.head import random_module
+from modelopt_eagle.training.lora import AdaptedStep
 from modelopt_eagle.training.loss import CONVENTIONS, distillation_loss
 from modelopt_eagle.training.preservation import preservation_kl
-from modelopt_eagle.training.rollout import rollout
 from modelopt_eagle.training.step import TeacherTables
 
 ROWS = [

@@ -13,9 +13,9 @@ from modelopt_eagle.export import load_draft
 from modelopt_eagle.export.folders import is_export
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
-from modelopt_eagle.target.adapter import TargetAdapter, check_adapter
+from modelopt_eagle.target.lora import TargetAdapter, check_adapter
 from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.training.heads import continued_head
+from modelopt_eagle.training.head import continued_head
 
 from .runs import write_conversations
 

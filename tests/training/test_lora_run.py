@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from modelopt_eagle.errors import MissingExtraError, RecipeError, TargetError
 from modelopt_eagle.features import OnlineSource
 from modelopt_eagle.target import load_target
-from modelopt_eagle.target.adapter import merge_adapter
+from modelopt_eagle.target.lora import merge_adapter
 from modelopt_eagle.training import train
+from modelopt_eagle.training.data import read_data
 from modelopt_eagle.training.evaluate import evaluate
-from modelopt_eagle.training.sources import read_data
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 from modelopt_eagle.training.trainer import Trainer
 
@@ -188,7 +188,7 @@ def test_bad_input_is_said_before_features_are_made(
     ("place", "says"), [(None, "lies on several devices"), (torch.device("cuda:1"), "lies on cuda:1")]
 )
 def test_a_target_on_other_devices_than_the_head_is_refused(tiny_target_dir, data, tmp_path, monkeypatch, place, says):
-    monkeypatch.setattr("modelopt_eagle.target.adapter.TargetAdapter.device", place)
+    monkeypatch.setattr("modelopt_eagle.target.lora.TargetAdapter.device", place)
     with pytest.raises(RecipeError, match=f"{says}: .*model.device"):
         train(small_recipe(tiny_target_dir, data, tmp_path / "run", *LORA))
 

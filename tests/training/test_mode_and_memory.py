@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modelopt_eagle.data import TokenizedRow
+from modelopt_eagle.draft.attention import QueryPlan, column_attention
 from modelopt_eagle.errors import TrainingError
 from modelopt_eagle.features import OnlineSource
-from modelopt_eagle.training.attention import QueryPlan, column_attention
 from modelopt_eagle.training.evaluate import evaluate
 from modelopt_eagle.training.trainer import Trainer
 

@@ -7,11 +7,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft.attention import MAX_QUERIES, QueryPlan, column_attention, dense_column_attention
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.training import distillation_loss, rollout
-from modelopt_eagle.training.attention import MAX_QUERIES, QueryPlan, column_attention, dense_column_attention
 from modelopt_eagle.training.loss import CONVENTIONS
-from modelopt_eagle.training.meter import Meter
+from modelopt_eagle.training.metrics import Meter
 from modelopt_eagle.training.reference import reference_loss, reference_rollout
 
 V, VD, H = 40, 16, 32

@@ -12,9 +12,9 @@ from modelopt_eagle.errors import CheckpointError, DataError, FeatureError, Reci
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import train
-from modelopt_eagle.training.heads import random_module
+from modelopt_eagle.training.data import held_out_rows
+from modelopt_eagle.training.head import random_module
 from modelopt_eagle.training.initialise import norm_weight, start_from_target
-from modelopt_eagle.training.sources import held_out_rows
 from modelopt_eagle.training.trainer import Trainer
 
 from .runs import interrupt_at, small_recipe, write_conversations

@@ -6,12 +6,12 @@ import pytest
 import torch
 from heads import make_head
 
+from modelopt_eagle.common.acceptance import acceptance_length, bootstrap_interval, prefix_shares
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.validation import measure_acceptance
 from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, prompt_ids
-from modelopt_eagle.validation.statistics import acceptance_length, bootstrap_interval, prefix_shares
 
 
 @pytest.fixture(scope="module")

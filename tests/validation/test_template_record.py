@@ -9,7 +9,7 @@ from modelopt_eagle.cli.ar_validate import warn_of_another_template
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.training.heads import new_head
+from modelopt_eagle.training.head import new_head
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from modelopt_eagle.cli import calibrate_draft_vocab, estimate, train_and_export
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data import load_prompts, prepare_dataset
 from modelopt_eagle.export import load_draft
-from modelopt_eagle.export.serving import encode_prompts
 from modelopt_eagle.features import OfflineSource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
+from modelopt_eagle.serving.check import encode_prompts
 from tests.vision.conftest import text
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from modelopt_eagle.features.compute import compute_features, compute_rows
 from modelopt_eagle.features.dump import EngineBackEnd, TargetBackEnd, dump
 from modelopt_eagle.features.store import dataset_hash
 from modelopt_eagle.target import load_target
-from modelopt_eagle.target.adapter import TargetAdapter
+from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.target.tiny import make_byte_tokenizer
 from tests.vision.conftest import pictured, text
 from tests.vision.tiny_vision import LISTS_ONLY, TAGGED, draw, make_step, make_tokenizer

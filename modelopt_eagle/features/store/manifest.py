@@ -105,7 +105,7 @@ def is_store(folder: Path) -> bool:
 
 def foreign_format(folder: Path) -> str | None:
     """Name of the tool that made a foreign dump, or None."""
-    from modelopt_eagle.features.foreign_files import find_format
+    from modelopt_eagle.features.foreign.files import find_format
 
     try:
         return find_format(folder)[0]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import ExportError
-
-from .engine_profiles import PROFILES
-from .universal import FLAGS
+from modelopt_eagle.export.engines.profiles import PROFILES
+from modelopt_eagle.export.universal import FLAGS
 
 RELEASE_PARTS = 4
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}

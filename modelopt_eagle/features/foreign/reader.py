@@ -12,7 +12,7 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow, predicting_positions
-from modelopt_eagle.features.foreign_files import FORMATS, ForeignFile, arrow_masks, find_format, row_name
+from modelopt_eagle.features.foreign.files import FORMATS, ForeignFile, arrow_masks, find_format, row_name
 from modelopt_eagle.features.store.manifest import is_store
 from modelopt_eagle.features.store.reader import StoreReader
 from modelopt_eagle.target.capture import check_layer_ids

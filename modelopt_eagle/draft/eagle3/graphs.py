@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.cache import DraftCache
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop, Where
+from modelopt_eagle.draft.plan import DraftPlan
+from modelopt_eagle.draft.trees import RoundTree, build_round_tree
 from modelopt_eagle.kernels import DraftTree
 from modelopt_eagle.kernels.dispatch import power_of_two
-
-from .draft_cache import DraftCache
-from .draft_loop import DraftLoop, Where
-from .options import DraftPlan
-from .recorder import Recorder, Replay
-from .trees import RoundTree, build_round_tree
+from modelopt_eagle.kernels.recorder import Recorder, Replay
 
 FIELDS = tuple(field.name for field in fields(DraftTree) if field.name != "max_depth")
 LEAST_CAPACITY = 256

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from .loss import LossOutput
+from modelopt_eagle.training.loss import LossOutput
 
 
 class Meter:

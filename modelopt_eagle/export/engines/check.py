@@ -15,14 +15,13 @@ from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, ExportError
-
-from .engine_profiles import PROFILES, SGLANG, SIZES, TENSORRT_LLM, VLLM, EngineProfile
-from .engine_quant import is_quantised, plain_shapes, quant_reasons
-from .loader import read_config, read_head
-from .names import module_shapes
-from .readers import ReadOptions
-from .universal import FLAGS
-from .weights import read_json, read_tensors
+from modelopt_eagle.export.engines.profiles import PROFILES, SGLANG, SIZES, TENSORRT_LLM, VLLM, EngineProfile
+from modelopt_eagle.export.engines.quantisation import is_quantised, plain_shapes, quant_reasons
+from modelopt_eagle.export.foreign import ReadOptions
+from modelopt_eagle.export.load import read_config, read_head
+from modelopt_eagle.export.names import module_shapes
+from modelopt_eagle.export.tensors import read_json, read_tensors
+from modelopt_eagle.export.universal import FLAGS
 
 __all__ = ["PROFILES", "SGLANG", "TENSORRT_LLM", "VLLM", "check_engine", "engine_notes", "engine_reasons"]
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.kernels import DraftTree, build_tree, unpack_mask
-
-from .options import DraftPlan
 
 
 @dataclass(frozen=True)

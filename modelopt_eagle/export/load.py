@@ -10,16 +10,15 @@ from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import CheckpointError
-from modelopt_eagle.target.adapter import FOLDER as ADAPTER
-
-from .engine_quant import is_quantised
-from .folders import resolve_checkpoint
-from .names import check_names, module_tensors
-from .quant_reader import unpacked, with_packed
-from .readers import LAYOUTS, ReadOptions, detect_layout, foreign_config
-from .universal import dtype_name, parse_dtype, parse_universal
-from .vocabulary import vocab_of
-from .weights import read_json, read_tensors
+from modelopt_eagle.export.engines.quantisation import is_quantised
+from modelopt_eagle.export.folders import resolve_checkpoint
+from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config
+from modelopt_eagle.export.names import check_names, module_tensors
+from modelopt_eagle.export.quant_reader import unpacked, with_packed
+from modelopt_eagle.export.tensors import read_json, read_tensors
+from modelopt_eagle.export.universal import dtype_name, parse_dtype, parse_universal
+from modelopt_eagle.export.vocabulary import vocab_of
+from modelopt_eagle.target.lora import FOLDER as ADAPTER
 
 
 @dataclass
@@ -28,7 +27,7 @@ class LoadedHead:
 
     Attributes:
         module: the head, its tensors in the dtype they were stored in (or the one asked for).
-        layout: one of :data:`~modelopt_eagle.export.readers.LAYOUTS`.
+        layout: one of :data:`~modelopt_eagle.export.foreign.LAYOUTS`.
         folder: where it was found.
         left_out: tensors in the files that are not of the head.
     """

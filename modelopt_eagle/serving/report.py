@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .engines import PROFILES
+from modelopt_eagle.export.engines.check import PROFILES
 
 TELLING = 0.05
 """A head that is served wrongly is seen by what it loses; one below this share of first tokens has little to lose."""

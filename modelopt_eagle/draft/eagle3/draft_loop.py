@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_eagle.draft import EagleModule
-
-from .draft_cache import DraftCache
-from .options import DraftPlan
-from .stable_topk import stable_topk
-from .trees import RoundTree, TreeHistory, build_round_tree
+from modelopt_eagle.draft.cache import DraftCache
+from modelopt_eagle.draft.plan import DraftPlan
+from modelopt_eagle.draft.trees import RoundTree, TreeHistory, build_round_tree
+from modelopt_eagle.kernels.topk import stable_topk
 
 
 class DraftLoop:

@@ -14,12 +14,11 @@ from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, RecipeError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, dump, stop_ids
-from modelopt_eagle.features.foreign import RECIPE_KEYS, ForeignReader, open_reader
+from modelopt_eagle.features.foreign.reader import RECIPE_KEYS, ForeignReader, open_reader
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
-
-from .evaluate import EvaluationFiles
+from modelopt_eagle.training.evaluate import EvaluationFiles
 
 CACHE_SHARD_BYTES = 32 * 2**20
 """Shards of ``cache_features: disk``; killing the feature stage loses at most one."""

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import RecipeError, require_extra
 from modelopt_eagle.features import FeatureBatch
-from modelopt_eagle.features.adapted import adapted_batch
-from modelopt_eagle.target.adapter import TargetAdapter, find_modules
-
-from .loss import LossOutput
-from .preservation import preservation_kl
-from .step import TeacherTables, TrainingStep
+from modelopt_eagle.features.unadapted import adapted_batch
+from modelopt_eagle.target.lora import TargetAdapter, find_modules
+from modelopt_eagle.training.loss import LossOutput
+from modelopt_eagle.training.preservation import preservation_kl
+from modelopt_eagle.training.step import TeacherTables, TrainingStep
 
 
 class AdaptedStep(TrainingStep):
@@ -75,7 +74,7 @@ class AdaptedStep(TrainingStep):
 
         Args:
             batch, normalizers, generator, steps: as for :class:`TrainingStep`; the batch comes from an
-                :class:`~modelopt_eagle.features.adapted.UnadaptedSource`.
+                :class:`~modelopt_eagle.features.unadapted.UnadaptedSource`.
             adapt: run the target with its adapters; without, the batch's features are used as they are.
             detach: the teacher is a constant.
         """

@@ -10,7 +10,7 @@ from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.stream.client import MailboxClient
 from modelopt_eagle.features.stream.message import FeatureMessage
 
-CONNECTOR_MODULE = "modelopt_eagle.features.vllm_connector"
+CONNECTOR_MODULE = "modelopt_eagle.features.engines.vllm_connector"
 
 
 def engine_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> list[int]:

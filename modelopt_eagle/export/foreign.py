@@ -21,8 +21,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids, default_aux_layer_ids
 from modelopt_eagle.errors import CheckpointError, TargetError
-
-from .universal import FLAGS, LATENT_SIZES, aux_ids_of, check_effects, check_recipe, parse_rope
+from modelopt_eagle.export.universal import FLAGS, LATENT_SIZES, aux_ids_of, check_effects, check_recipe, parse_rope
 
 LAYOUTS = ("training", "universal", "speculators", "modelopt", "specforge", "eagle")
 LLAMA_DRAFT = "LlamaForCausalLMEagle3"

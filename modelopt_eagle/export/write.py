@@ -16,17 +16,16 @@ from safetensors.torch import save_file
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.rotary import check_scaling
 from modelopt_eagle.errors import ExportError
-from modelopt_eagle.target.adapter import FOLDER as ADAPTER
-
-from .card import model_card
-from .embedding import table_of, without_copy
-from .engine_versions import check_faults, check_versions, needed_version
-from .engines import PROFILES, engine_faults
-from .folders import whole_folder
-from .loader import load_draft
-from .names import LAYER_NAMES, file_tensors
-from .probe import probe
-from .universal import dtype_name, parse_dtype, universal_config
+from modelopt_eagle.export.card import model_card
+from modelopt_eagle.export.embedding import table_of, without_copy
+from modelopt_eagle.export.engines.check import PROFILES, engine_faults
+from modelopt_eagle.export.engines.versions import check_faults, check_versions, needed_version
+from modelopt_eagle.export.folders import whole_folder
+from modelopt_eagle.export.load import load_draft
+from modelopt_eagle.export.names import LAYER_NAMES, file_tensors
+from modelopt_eagle.export.probe import probe
+from modelopt_eagle.export.universal import dtype_name, parse_dtype, universal_config
+from modelopt_eagle.target.lora import FOLDER as ADAPTER
 
 TOLERANCE = 1e-5
 """Largest difference of draft logits that the read-back comparison allows; both sides compute in float32."""

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from modelopt_eagle.errors import ExportError
-
-from .loader import load_draft
-from .serving_report import Divergence, ServingReport, left_out_line
+from modelopt_eagle.export.load import load_draft
+from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
 
 RUNNERS = {"vllm": Path(__file__).with_name("vllm_runner.py")}
 TIE = 5e-3

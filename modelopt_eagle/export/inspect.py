@@ -8,17 +8,16 @@ from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, EagleError
-
-from .engine_quant import is_quantised, scaled_layers
-from .engine_versions import needed_version
-from .engines import PROFILES, engine_reasons
-from .folders import resolve_checkpoint
-from .loader import read_config, read_head
-from .names import module_tensors
-from .readers import ReadOptions, detect_layout
-from .universal import aux_ids_of, dtype_name
-from .vocabulary import map_kind
-from .weights import read_json, read_tensors
+from modelopt_eagle.export.engines.check import PROFILES, engine_reasons
+from modelopt_eagle.export.engines.quantisation import is_quantised, scaled_layers
+from modelopt_eagle.export.engines.versions import needed_version
+from modelopt_eagle.export.folders import resolve_checkpoint
+from modelopt_eagle.export.foreign import ReadOptions, detect_layout
+from modelopt_eagle.export.load import read_config, read_head
+from modelopt_eagle.export.names import module_tensors
+from modelopt_eagle.export.tensors import read_json, read_tensors
+from modelopt_eagle.export.universal import aux_ids_of, dtype_name
+from modelopt_eagle.export.vocabulary import map_kind
 
 
 @dataclass

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig
-
-from .names import module_name, module_shapes
+from modelopt_eagle.export.names import module_name, module_shapes
 
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 FUSED = (

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
-
-from .attention import QueryPlan, column_attention
+from modelopt_eagle.draft.attention import QueryPlan, column_attention
 
 COUNTED_TOKEN = {"served": 2, "modelopt": 1, "speculators": 1, "eagle": 0}
 """Position ``(i, k)`` counts where the mask is set at token ``i + k + this``, with token ``i+1+k`` in the document."""

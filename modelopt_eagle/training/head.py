@@ -10,10 +10,9 @@ from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_id
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.recipe import Recipe
-
-from .initialise import random_module, start_from_target
-from .sources import RunData, end_token_ids
-from .teacher_mass import teacher_mass
+from modelopt_eagle.training.data import RunData, end_token_ids
+from modelopt_eagle.training.initialise import random_module, start_from_target
+from modelopt_eagle.training.teacher_mass import teacher_mass
 
 STRUCTURE = {
     "decoder_type": "decoder_type",

@@ -29,7 +29,7 @@ class UnadaptedSource(PlannedSource):
 
     Args:
         source: an ``OnlineSource``.
-        adapter: the :class:`~modelopt_eagle.target.adapter.TargetAdapter` of its target.
+        adapter: the :class:`~modelopt_eagle.target.lora.TargetAdapter` of its target.
     """
 
     def __init__(self, source, adapter):

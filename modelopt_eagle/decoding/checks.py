@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from modelopt_eagle.decoding.requests import Request
 from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.capture import check_layer_ids
 from modelopt_eagle.target.identity import tokenizer_hash
 from modelopt_eagle.target.model import Target
-
-from .options import DraftPlan
-from .requests import Request
 
 
 def check_pair(target: Target, draft: EagleModule, plan: DraftPlan) -> None:

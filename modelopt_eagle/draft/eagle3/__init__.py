@@ -1,0 +1,1 @@
+"""EAGLE-3: the recurrent drafter over fused features."""

@@ -1,0 +1,1 @@
+"""What each serving engine reads, and from which release on."""

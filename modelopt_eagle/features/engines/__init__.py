@@ -1,0 +1,1 @@
+"""Features made inside serving engines."""

@@ -1,0 +1,1 @@
+"""Dumps of other tools, read as they are."""

@@ -1,0 +1,1 @@
+"""Checking a head in the engine that will serve it."""
