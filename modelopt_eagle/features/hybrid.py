@@ -2,22 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
-from modelopt_eagle.features.claims import Claims, refuse_other_fillers
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource, rows_of
 from modelopt_eagle.features.store import SHARD_BYTES, StoreReader, StoreWriter, dataset_hash
 from modelopt_eagle.features.store.codec import decode_row, encode_row, join_rows
 
+MUTEX = ".claims-lock"
 WAIT_FOR_OTHERS = 60.0
 """Seconds to wait for a row that another process has made and is about to store, before it is made here again."""
+
+
+class Claims:
+    """The claims of one process among several; files ``.claims-R-of-N`` hold the row numbers, int64 each.
+
+    Claims last for one run: rows that a killed run had claimed and not stored are free again.
+
+    Args:
+        folder: of the store; all processes must see it.
+        rank, world_size: this process, and how many there are.
+        barrier: returns when all processes have called it.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, barrier: Callable[[], None]):
+        self._mutex = folder / MUTEX
+        paths = [folder / f".claims-{n}-of-{world_size}" for n in range(world_size)]
+        self._mine = paths[rank]
+        self._others = {path: 0 for path in paths if path != self._mine}  # bytes read of each
+        self._taken: set[int] = set()
+        self._ours: set[int] = set()
+        self._mine.write_bytes(b"")
+        barrier()  # nobody reads what an earlier run has claimed
+
+    def take(self, rows: Sequence[int]) -> set[int]:
+        """Claim rows; returns those that this process is to make (also if it claimed them before)."""
+        with self._locked():
+            for path, start in self._others.items():
+                with open(path, "rb") as file:
+                    file.seek(start)
+                    found = array("q", file.read())
+                self._taken.update(found)
+                self._others[path] = start + len(found) * found.itemsize
+            new = [row for row in rows if row not in self._taken and row not in self._ours]
+            with open(self._mine, "ab") as file:
+                file.write(array("q", new).tobytes())
+        self._ours.update(new)
+        return self._ours.intersection(rows)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self._mutex, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def refuse_other_fillers(folder: Path, world_size: int) -> None:
+    """A store is filled by one run at a time: look for workers of another count.
+
+    Raises:
+        FeatureError: one holds its lock, so it might make the rows that this run makes.
+    """
+    for path in folder.glob(".lock-*-of-*"):
+        if path.name.endswith(f"-of-{world_size}"):
+            continue  # the writer asks for its own
+        with open(path, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise FeatureError(
+                    f"another process already writes into {folder} ({path.name}); a store is filled by one run at a "
+                    "time: wait for it, or use another folder"
+                ) from error
 
 
 class HybridSource(PlannedSource):
@@ -25,7 +90,7 @@ class HybridSource(PlannedSource):
 
     Several processes of one run fill a store together: each makes the missing rows of its own batches and writes them
     into its own shards (as ``--shard rank/world_size``). Which process makes a row is agreed through files in the
-    folder (:class:`~modelopt_eagle.features.claims.Claims`), so that none is made or stored twice. A process writes
+    folder (:class:`Claims`), so that none is made or stored twice. A process writes
     what it has at the end of an epoch and after each direct :meth:`load`; one that needs such a row waits for that.
 
     Args:

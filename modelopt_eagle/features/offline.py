@@ -10,9 +10,8 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate, predicting_positions
-from modelopt_eagle.features.buffers import BufferPool
 from modelopt_eagle.features.compute import teacher_predictions
-from modelopt_eagle.features.prefetch import Prefetcher
+from modelopt_eagle.features.prefetch import BufferPool, Prefetcher
 from modelopt_eagle.features.source import PlannedSource
 from modelopt_eagle.features.store import StoreReader
 from modelopt_eagle.features.store.codec import served_dtype

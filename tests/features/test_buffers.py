@@ -2,7 +2,7 @@
 
 import torch
 
-from modelopt_eagle.features.buffers import LEAST_BYTES, BufferPool
+from modelopt_eagle.features.prefetch import LEAST_BYTES, BufferPool
 
 ROWS = LEAST_BYTES // 64
 

@@ -3,7 +3,7 @@
 import fcntl
 import threading
 
-from modelopt_eagle.features.claims import MUTEX, Claims
+from modelopt_eagle.features.hybrid import MUTEX, Claims
 
 
 def pair(folder):

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from modelopt_eagle.errors import FeatureError, require_extra
-from modelopt_eagle.features.store.shard import map_safetensors
+from modelopt_eagle.features.store.files import map_safetensors
 
 
 @dataclass

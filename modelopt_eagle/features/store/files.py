@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, flushed to the disk, renamed."""
+"""Files that are whole or absent: written under a temporary name, flushed to the disk, renamed; and mapped again."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
+import math
 import os
 from pathlib import Path
+
+import torch
 
 from modelopt_eagle.errors import FeatureError
 
 TEMPORARY_PREFIX = ".writing-"
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+REMEDY = "delete this shard and its entry by `modelopt-eagle features verify DIR --drop-bad`, then run the dump again"
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -88,3 +103,40 @@ class FolderLock:
 
     def release(self) -> None:
         self._file.close()
+
+
+def map_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """Map a safetensors file; the pages are read when they are used, and the file handle is closed at once.
+
+    Returns:
+        its tensors, views of the file (private: writing to them leaves the file as it is), and its metadata.
+
+    Raises:
+        FeatureError: a file that is not safetensors, or is shorter or longer than its header says.
+    """
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            header_length = int.from_bytes(file.read(8), "little")
+            if not 2 <= header_length <= min(size - 8, 100_000_000):
+                raise ValueError(f"header length {header_length} in a file of {size} bytes")
+            header = json.loads(file.read(header_length))
+        meta = header.pop("__metadata__", {})
+        start = 8 + header_length
+        end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != size:
+            raise ValueError(f"{end} bytes expected from the header, {size} found")
+        storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+        tensors = {}
+        for name, entry in header.items():
+            dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+            first, last = entry["data_offsets"]
+            if last - first != dtype.itemsize * math.prod(shape):
+                raise ValueError(f"tensor {name} of shape {shape} has {last - first} bytes")
+            view = torch.empty(0, dtype=torch.uint8).set_(storage, start + first, (last - first,))
+            if (start + first) % dtype.itemsize:
+                view = view.clone()  # a foreign writer may leave tensors unaligned
+            tensors[name] = view.view(dtype).view(shape)
+        return tensors, meta
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise FeatureError(f"{path} is not a whole safetensors file: {error}; {REMEDY}") from error
