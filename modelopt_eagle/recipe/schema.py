@@ -360,6 +360,11 @@ class EagleSection(Section):
         )
         return self
 
+    @property
+    def counts_by_target_choice(self) -> bool:
+        """Whether the loss drops positions by the token that the target would choose (``eagle`` always does)."""
+        return self.in_vocab_only or self.convention == "eagle"
+
 
 class Recipe(Section):
     """A whole run. ``origin`` says of each ``section.key`` where its value comes from."""

@@ -27,7 +27,7 @@ def check_shared(size: int, eagle, target_lora) -> None:
         "loss: kl",
     )
     need(
-        eagle.convention == "served" or not (eagle.in_vocab_only or eagle.convention == "eagle"),
+        eagle.convention == "served" or not eagle.counts_by_target_choice,
         f"{where}: convention: {eagle.convention} counts by target choices that features do not come with, from final "
         "states which no process holds whole: set convention: served",
     )

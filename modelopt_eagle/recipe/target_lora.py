@@ -87,7 +87,7 @@ def check_fits(lora: TargetLoraSection, data, eagle) -> None:
         "from before: leave it out to train online, or set target_lora.rank: 0",
     )
     need(
-        not eagle.in_vocab_only and eagle.convention != "eagle",
+        not eagle.counts_by_target_choice,
         "target_lora: eagle.in_vocab_only and convention: eagle count positions by the target's choice, which the "
         "adapters change within the step: set in_vocab_only: false and another convention, or target_lora.rank: 0",
     )

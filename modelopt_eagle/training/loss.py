@@ -19,36 +19,12 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.conventions import convention_named
 from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, counted_anchors
 from modelopt_eagle.training.teacher import Teacher, gradient_by_teacher
 
 CHUNK = 512
 """Teacher positions a chunk."""
-
-
-@dataclass(frozen=True)
-class Convention:
-    """How a published trainer counts, weighs and normalises (table in ``docs/design.md``).
-
-    Attributes:
-        decay: default step weight base.
-        in_vocab_only: positions whose teacher argmax lies outside the draft vocabulary are dropped.
-        subtract_entropy: report KL rather than cross-entropy (the gradient is the same).
-        normaliser: ``counted`` (number of counted positions), ``mask`` (the same plus 1e-5) or ``all`` (B·S).
-    """
-
-    decay: float
-    in_vocab_only: bool
-    subtract_entropy: bool
-    normaliser: str
-
-
-CONVENTIONS = {
-    "served": Convention(0.9, False, False, "counted"),
-    "modelopt": Convention(0.9, False, False, "mask"),
-    "eagle": Convention(0.8, True, False, "all"),
-    "speculators": Convention(1.0, False, True, "mask"),
-}
 
 
 @dataclass
@@ -121,9 +97,7 @@ def distillation_loss(
         ValueError: unknown convention or loss, no teacher given, or shapes that do not belong together.
         CheckpointError: the head's vocabulary map is unset or broken.
     """
-    rule = CONVENTIONS.get(convention)
-    if rule is None:
-        raise ValueError(f"convention {convention!r} is unknown; known are {', '.join(CONVENTIONS)}")
+    rule = convention_named(convention)
     if loss not in ("kl", "lk"):
         raise ValueError(f"loss {loss!r} is unknown; known are kl, lk")
     whole = target_hidden if target_index is None else None
@@ -144,7 +118,7 @@ def distillation_loss(
     if labels is not None or in_vocab_only or rule.in_vocab_only:
         asked = counted_masks(output.documents, supervised.reshape(-1), output.steps, convention, output.rows).sum(1)
     if normalizers is None:
-        divisor = normaliser(rule, counts, output.batch * output.length)
+        divisor = rule.divisor(counts, output.batch * output.length)
     else:
         divisor = normalizers.to(counts.device).float().clamp(min=1)
     base = rule.decay if decay is None else decay
@@ -167,13 +141,6 @@ def _check_shapes(output, vocab_size, supervised, logits, hidden, lm_head, top1,
         raise ValueError(f"target_logits must end with the target's {vocab_size} tokens, found {list(logits.shape)}")
     if lm_head is not None and len(lm_head) != vocab_size:
         raise ValueError(f"target_lm_head must have a row for each of {vocab_size} tokens, found {len(lm_head)}")
-
-
-def normaliser(rule: Convention, counts: Tensor, positions: int) -> Tensor:
-    """``[K]`` float: what the sum of a step is divided by."""
-    if rule.normaliser == "all":
-        return torch.full_like(counts, positions, dtype=torch.float32)
-    return counts.float() + 1e-5 if rule.normaliser == "mask" else counts.float().clamp(min=1)
 
 
 def counted_masks(

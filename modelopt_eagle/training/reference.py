@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
-from modelopt_eagle.draft.eagle3.rollout import COUNTED_TOKEN
-from modelopt_eagle.training.loss import CONVENTIONS, LossOutput
+from modelopt_eagle.draft.conventions import CONVENTIONS
+from modelopt_eagle.training.loss import LossOutput
 
 
 def document_span(document_ids: Tensor | None, row: int, anchor: int, length: int) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def reference_loss(
         for b in range(batch):
             for i in range(length):
                 _, end = document_span(document_ids, b, i, length)
-                token = i + k + COUNTED_TOKEN[convention]
+                token = i + k + rule.counted_token
                 if i + 1 + k >= end or token >= end or not supervised[b, token]:
                     continue
                 wanted += 1

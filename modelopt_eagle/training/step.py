@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.conventions import convention_named
 from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, rollout
 from modelopt_eagle.features import FeatureBatch
-from modelopt_eagle.training.loss import CONVENTIONS, LossOutput, Teacher, counted_masks, distillation_loss, normaliser
+from modelopt_eagle.training.loss import LossOutput, Teacher, counted_masks, distillation_loss
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class TrainingStep(nn.Module):
         self.module = module
         self.tables = tables
         self.eagle = eagle
+        self.rule = convention_named(eagle.convention)
         self.bf16 = precision == "bf16"
 
     def renew_rows(self) -> None:
@@ -79,7 +81,7 @@ class TrainingStep(nn.Module):
     @property
     def decay(self) -> float:
         """Weight base of the rollout steps."""
-        return CONVENTIONS[self.eagle.convention].decay if self.eagle.loss_decay is None else self.eagle.loss_decay
+        return self.rule.decay if self.eagle.loss_decay is None else self.eagle.loss_decay
 
     def forward(
         self,
@@ -184,7 +186,7 @@ class TrainingStep(nn.Module):
         Sources make them where the next token is supervised, which is where ``served`` counts; the other conventions
         count elsewhere too and compute them from the final states.
         """
-        return batch.target_top1 if self.eagle.convention == "served" else None
+        return batch.target_top1 if self.rule.counts_predicted_token else None
 
     def normalisers(self, counts: Tensor, positions: int) -> Tensor:
         """``[K]`` what the sums of a whole step are divided by.
@@ -193,7 +195,7 @@ class TrainingStep(nn.Module):
             counts: ``[K]`` counted positions over all micro-batches and processes.
             positions: tokens over all of them.
         """
-        return normaliser(CONVENTIONS[self.eagle.convention], counts, positions)
+        return self.rule.divisor(counts, positions)
 
     def options(self, index: int, place: int, rank: int) -> dict:
         """Further arguments of :meth:`forward` for a micro-batch: step, place in its window, process."""
@@ -217,7 +219,6 @@ class TrainingStep(nn.Module):
         """``[K, N]`` bool: the anchors that each step of the loss will count."""
         eagle, supervised = self.eagle, batch.supervised.flatten()  # [N]
         documents = Documents.make(1, batch.num_tokens, batch.document_ids, supervised.device)
-        rule = CONVENTIONS[eagle.convention]
         top1, labels = self.top1(batch), self.labels(batch)
         teacher = Teacher(
             self.module.target_ids,
@@ -236,7 +237,7 @@ class TrainingStep(nn.Module):
             torch.arange(len(supervised), device=supervised.device),
             teacher=teacher,
             t2d=self.module.t2d,
-            in_vocab_only=eagle.in_vocab_only or rule.in_vocab_only,
+            in_vocab_only=eagle.in_vocab_only or self.rule.in_vocab_only,
         )
 
 

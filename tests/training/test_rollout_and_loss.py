@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.draft.attention import MAX_QUERIES, QueryPlan, column_attention, dense_column_attention
+from modelopt_eagle.draft.conventions import CONVENTIONS
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.training import distillation_loss, rollout
-from modelopt_eagle.training.loss import CONVENTIONS
 from modelopt_eagle.training.metrics import Meter
 from modelopt_eagle.training.reference import reference_loss, reference_rollout
 

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.attention import QueryPlan, column_attention
-
-COUNTED_TOKEN = {"served": 2, "modelopt": 1, "speculators": 1, "eagle": 0}
-"""Position ``(i, k)`` counts where the mask is set at token ``i + k + this``, with token ``i+1+k`` in the document."""
+from modelopt_eagle.draft.conventions import convention_named
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def counted_anchors(documents: Documents, supervised: Tensor, step: int, convent
         supervised: ``[N]`` bool, the tokens to be learned.
         rows: ``[n]`` flat anchors.
     """
-    shift = step + COUNTED_TOKEN[convention]
+    shift = step + convention_named(convention).counted_token
     masked = supervised[(rows + shift).clamp(max=len(supervised) - 1)]
     return documents.exists(rows, step + 1) & documents.exists(rows, shift) & masked
 
