@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def target_identity(target) -> dict[str, Any]:
     """``identity()`` of a target or of its tables, or a dictionary with the same keys; empty for ``None``."""
     if target is None:
         return {}
-    return dict(target) if isinstance(target, dict) else dict(target.identity())
+    return dict(target if isinstance(target, Mapping) else target.identity())
 
 
 def with_target(config: DraftConfig, target) -> DraftConfig:

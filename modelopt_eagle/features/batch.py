@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
 from modelopt_eagle.errors import FeatureError
+from modelopt_eagle.target.like import RunningTarget
 
 FORMAT_VERSION = 2
 """Version of the row schema that the writer, the readers and the stream share."""
@@ -49,7 +52,7 @@ class FeatureContract:
         object.__setattr__(self, "aux_layer_ids", tuple(int(i) for i in self.aux_layer_ids))
 
     @classmethod
-    def from_identity(cls, identity: dict, aux_layer_ids, dtype: str = "float32") -> FeatureContract:
+    def from_identity(cls, identity: Mapping[str, Any], aux_layer_ids, dtype: str = "float32") -> FeatureContract:
         """The contract of post-norm features of the target with this ``identity()`` (of ``Target``, ``TargetTables``).
 
         Args:
@@ -70,7 +73,7 @@ class FeatureContract:
         )
 
     @classmethod
-    def from_target(cls, target, aux_layer_ids=None, dtype: str = "float32") -> FeatureContract:
+    def from_target(cls, target: RunningTarget, aux_layer_ids=None, dtype: str = "float32") -> FeatureContract:
         """The contract of features that ``target`` makes; the default three layers if no ids are given."""
         ids = target.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
         return cls.from_identity(target.identity(), ids, dtype)

@@ -18,6 +18,7 @@ from modelopt_eagle.features.batch import (
     needed_final_positions,
 )
 from modelopt_eagle.features.compute import compute_features, compute_rows
+from modelopt_eagle.target.like import RunningTarget
 
 
 @runtime_checkable
@@ -141,7 +142,7 @@ class OnlineSource(PlannedSource):
         aux_layer_ids: canonical ids; the target's default if None.
     """
 
-    def __init__(self, target, dataset, aux_layer_ids: Sequence[int] | None = None):
+    def __init__(self, target: RunningTarget, dataset, aux_layer_ids: Sequence[int] | None = None):
         self.target = target
         self.rows = rows_of(dataset)
         self.lengths = [len(row.input_ids) for row in self.rows]
@@ -174,7 +175,7 @@ class MemorySource(PlannedSource):
     @classmethod
     def from_target(
         cls,
-        target,
+        target: RunningTarget,
         dataset,
         aux_layer_ids: Sequence[int] | None = None,
         *,

@@ -2,14 +2,19 @@
 
 from modelopt_eagle.target.capture import LayerCapture, check_layer_ids, default_layer_ids
 from modelopt_eagle.target.head import TargetHead
+from modelopt_eagle.target.identity import TargetIdentity
+from modelopt_eagle.target.like import RunningTarget, TableTarget
 from modelopt_eagle.target.load import load_target
 from modelopt_eagle.target.model import Target, TargetOutput
 from modelopt_eagle.target.tables import TargetTables, load_target_tables
 
 __all__ = [
     "LayerCapture",
+    "RunningTarget",
+    "TableTarget",
     "Target",
     "TargetHead",
+    "TargetIdentity",
     "TargetOutput",
     "TargetTables",
     "check_layer_ids",

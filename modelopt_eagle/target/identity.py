@@ -4,12 +4,55 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-import torch
+from torch import Tensor
 
 MARKER_FILE = "modelopt_eagle_target.json"  # in converted folders: {"model": name, "revision": of the GGUF file}
 _BLOCKS, _BLOCK_BYTES = 16, 4096
+
+
+@dataclass(frozen=True)
+class TargetIdentity(Mapping[str, Any]):
+    """What features and heads of a target are recorded with.
+
+    It may be read as a mapping (``identity["model"]``, ``dict(identity)``), as it is in recorded files.
+
+    Attributes:
+        model: name, or that of the local folder.
+        revision: commit on the hub, or a fingerprint of the content.
+        tokenizer_hash, template_hash: of :func:`tokenizer_hash` and :func:`template_hash`.
+        hidden_size, num_layers, vocab_size: Ht, number of decoder layers, V.
+    """
+
+    model: str
+    revision: str
+    tokenizer_hash: str
+    template_hash: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.__dataclass_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (part.name for part in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+    def __or__(self, changes: Mapping[str, Any]) -> TargetIdentity:
+        return replace(self, **changes)
 
 
 def tokenizer_hash(tokenizer) -> str:
@@ -60,7 +103,7 @@ def folder_fingerprint(folder: Path) -> str:
     return _digest(json.dumps(parts).encode())
 
 
-def memory_fingerprint(config, *tables: torch.Tensor) -> str:
+def memory_fingerprint(config, *tables: Tensor) -> str:
     """Hash of a model that came from no folder: its config and samples of its tables."""
     digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
     for table in tables:

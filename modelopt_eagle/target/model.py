@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import identity
 from modelopt_eagle.target.capture import LayerCapture, check_layer_ids, default_layer_ids
 from modelopt_eagle.target.head import TargetHead
+from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.parts import find_parts
 
 
@@ -25,8 +26,8 @@ class TargetOutput:
     final norm. Values at padded positions are meaningless.
     """
 
-    aux_hidden: torch.Tensor
-    final_hidden: torch.Tensor
+    aux_hidden: Tensor
+    final_hidden: Tensor
 
 
 class Target:
@@ -117,12 +118,12 @@ class Target:
 
     def features(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
         aux_layer_ids: Sequence[int] | None = None,
         *,
         gradient: bool = False,
-        images: dict[str, torch.Tensor] | None = None,
+        images: dict[str, Tensor] | None = None,
     ) -> TargetOutput:
         """Run the backbone, without its output head.
 
@@ -151,7 +152,7 @@ class Target:
             final_hidden = self._run_backbone(arguments)  # [B,S,Ht]
         return TargetOutput(captured.aux_hidden.to(final_hidden.device), final_hidden)
 
-    def image_arguments(self, images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def image_arguments(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of the tensors that ``vision.inputs`` made that the model's forward takes, on its device."""
         known = inspect.signature(self.model.forward).parameters
         return {
@@ -167,7 +168,7 @@ class Target:
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         )
         input_ids = input_ids.to(self.device)
-        outputs: list[torch.Tensor] = []
+        outputs: list[Tensor] = []
         handle = self.parts.backbone.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
         capture = self.capture(aux_layer_ids, gradient=gradient, next_input=True)
         try:
@@ -181,12 +182,12 @@ class Target:
             handle.remove()
         return TargetOutput(captured.aux_hidden.to(outputs[-1].device), outputs[-1])  # [B,S,A*Ht], [B,S,Ht]
 
-    def logits(self, final_hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, final_hidden: Tensor) -> Tensor:
         """Logits [..., V] of post-norm hidden states [..., Ht]."""
         return self.head(final_hidden)
 
     @torch.no_grad()
-    def check_parity(self, input_ids: torch.Tensor) -> None:
+    def check_parity(self, input_ids: Tensor) -> None:
         """Compare the logits rebuilt from ``features`` with the model's own on a sample of token ids [B, S].
 
         The argmax must agree at every position (a tie within rounding aside) and so must the values, as the
@@ -214,26 +215,31 @@ class Target:
             f"{self.head.cap}. A model that changes its logits in another way after its head is not supported."
         )
 
-    def identity(self) -> dict:
-        """What features of this target are recorded with: model, revision, tokenizer_hash, template_hash and sizes."""
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, Ht] the token table, unscaled."""
+        return self.embedding.weight
+
+    def identity(self) -> TargetIdentity:
+        """What features of this target are recorded with: model, revision, hashes and sizes."""
         if self._revision is None:
             if self._source is not None:
                 self._revision = identity.folder_fingerprint(self._source)
             else:
                 self._revision = identity.memory_fingerprint(self.config, self.embedding.weight, self.lm_head_weight)
-        return {
-            "model": self.name if self._source is None else identity.local_name(self._source),
-            "revision": self._revision,
-            "tokenizer_hash": identity.tokenizer_hash(self.tokenizer),
-            "template_hash": identity.template_hash(self.tokenizer),
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            "vocab_size": self.vocab_size,
-        }
+        return TargetIdentity(
+            model=self.name if self._source is None else identity.local_name(self._source),
+            revision=self._revision,
+            tokenizer_hash=identity.tokenizer_hash(self.tokenizer),
+            template_hash=identity.template_hash(self.tokenizer),
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+        )
 
-    def _run_backbone(self, arguments: dict) -> torch.Tensor:
+    def _run_backbone(self, arguments: dict) -> Tensor:
         """The backbone's last hidden state [B,S,Ht]; at the first call it is compared with the final norm's output."""
-        normed: list[torch.Tensor] = []
+        normed: list[Tensor] = []
         handle = None
         if not self._final_checked:
             handle = self.final_norm.register_forward_hook(lambda module, inputs, output: normed.append(output))
@@ -252,7 +258,7 @@ class Target:
             self._final_checked = True
         return final_hidden
 
-    def _materialised(self, what: str, weight: torch.Tensor) -> torch.Tensor:
+    def _materialised(self, what: str, weight: Tensor) -> Tensor:
         """The weight, after checking that it lies in memory as floating-point numbers."""
         if weight.is_meta or not weight.is_floating_point():
             state = "offloaded to another place" if weight.is_meta else f"stored as {weight.dtype}"

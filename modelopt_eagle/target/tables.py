@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import identity
 from modelopt_eagle.target.checkpoint_files import CheckpointFiles, content_revision
 from modelopt_eagle.target.head import TargetHead
+from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.load import causal_class, first_line, load_config, load_tokenizer, resolve
 from modelopt_eagle.target.parts import TargetParts, find_parts
 from modelopt_eagle.target.vision import VisionProcessor, vision_of
@@ -34,26 +36,41 @@ class TargetTables:
         vision: the ``VisionProcessor`` of a vision-language model, to read rows with images.
     """
 
-    embedding_weight: torch.Tensor
+    embedding_weight: Tensor
     final_norm: nn.Module
     head: TargetHead
-    config: object
-    tokenizer: object
+    config: Any
+    tokenizer: Any
     name: str
     revision: str
     vision: VisionProcessor | None = None
 
-    def identity(self) -> dict:
+    @property
+    def hidden_size(self) -> int:
+        """Ht."""
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return self.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """V, rows of the output head."""
+        return self.head.weight.shape[0]
+
+    def identity(self) -> TargetIdentity:
         """The same as ``Target.identity()`` of the same model."""
-        return {
-            "model": self.name,
-            "revision": self.revision,
-            "tokenizer_hash": identity.tokenizer_hash(self.tokenizer),
-            "template_hash": identity.template_hash(self.tokenizer),
-            "hidden_size": self.config.hidden_size,
-            "num_layers": self.config.num_hidden_layers,
-            "vocab_size": self.head.weight.shape[0],
-        }
+        return TargetIdentity(
+            model=self.name,
+            revision=self.revision,
+            tokenizer_hash=identity.tokenizer_hash(self.tokenizer),
+            template_hash=identity.template_hash(self.tokenizer),
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+        )
 
 
 def load_target_tables(
@@ -156,7 +173,7 @@ def _text_prefix(files: CheckpointFiles, parts: TargetParts, shape: tuple[int, i
     )
 
 
-def _read_head(files: CheckpointFiles, parts: TargetParts, prefix: str, embedding: torch.Tensor):
+def _read_head(files: CheckpointFiles, parts: TargetParts, prefix: str, embedding: Tensor):
     """Weight [V,Ht] and bias [V] (or None) of the output head; ``embedding`` itself if the two are tied."""
     ending = _leaf(parts, "head") + ".weight"
     keys = [key for key in files.keys if key == ending or key.endswith("." + ending)]

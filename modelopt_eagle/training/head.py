@@ -10,6 +10,7 @@ from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_id
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.recipe import Recipe
+from modelopt_eagle.target import RunningTarget, TableTarget, TargetIdentity
 from modelopt_eagle.training.data import RunData, end_token_ids
 from modelopt_eagle.training.initialise import random_module, start_from_target
 from modelopt_eagle.training.teacher_mass import teacher_mass
@@ -30,7 +31,9 @@ STRUCTURE = {
 """Recipe key in ``eagle`` → field of :class:`DraftConfig`."""
 
 
-def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> tuple[EagleModule, str]:
+def new_head(
+    recipe: Recipe, tables: TableTarget, data: RunData, aux_layer_ids, target: RunningTarget | None
+) -> tuple[EagleModule, str]:
     """A head for a target, with its vocabulary and starting weights, and a line about its vocabulary.
 
     Args:
@@ -56,28 +59,28 @@ def new_head(recipe: Recipe, tables, data: RunData, aux_layer_ids, target) -> tu
     return module, line
 
 
-def head_config(recipe: Recipe, tables, size: int | None, aux_layer_ids) -> DraftConfig:
+def head_config(recipe: Recipe, tables: TableTarget, size: int | None, aux_layer_ids) -> DraftConfig:
     """The config of a new head with a vocabulary of ``size`` tokens (``None``: the target's)."""
     identity = tables.identity()
     return DraftConfig.from_target(
         tables.config,
         size,
         aux_layer_ids,
-        vocab_size=identity["vocab_size"],
-        target_name=identity["model"],
-        tokenizer_hash=identity["tokenizer_hash"],
-        extra={"template_hash": identity["template_hash"]},
+        vocab_size=identity.vocab_size,
+        target_name=identity.model,
+        tokenizer_hash=identity.tokenizer_hash,
+        extra={"template_hash": identity.template_hash},
         **{name: getattr(recipe.eagle, key) for key, name in STRUCTURE.items()},
     )
 
 
-def check_head(recipe: Recipe, tables, aux_layer_ids) -> None:
+def check_head(recipe: Recipe, tables: TableTarget, aux_layer_ids) -> None:
     """Refuse before features are made what :func:`new_head` would refuse after it: sizes, and a map on the disk."""
     vocab = given_vocabulary(recipe, tables.identity())
     head_config(recipe, tables, recipe.eagle.draft_vocab_size if vocab is None else vocab.size, aux_layer_ids)
 
 
-def continued_head(recipe: Recipe, identity: dict, embedding: torch.Tensor | None = None) -> EagleModule:
+def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Tensor | None = None) -> EagleModule:
     """The head at ``model.draft_init``, of whatever tool; its sizes, layers and vocabulary map are kept.
 
     With ``model.draft_init_vocab: rebuild`` the map is replaced later, by :func:`rebuild_vocabulary`.
@@ -96,10 +99,10 @@ def continued_head(recipe: Recipe, identity: dict, embedding: torch.Tensor | Non
     try:
         module = load_draft(
             recipe.model.draft_init,
-            vocab_size=identity["vocab_size"],
-            tokenizer_hash=identity["tokenizer_hash"],
+            vocab_size=identity.vocab_size,
+            tokenizer_hash=identity.tokenizer_hash,
             dtype="float32",
-            options=ReadOptions(target_layers=identity["num_layers"]),
+            options=ReadOptions(target_layers=identity.num_layers),
         )
     except CheckpointError as error:
         if "answer with --" not in str(error):
@@ -109,10 +112,10 @@ def continued_head(recipe: Recipe, identity: dict, embedding: torch.Tensor | Non
             "takes these answers, and give its output as model.draft_init"
         ) from error
     module = without_copy(module, embedding)
-    if module.config.target_hidden_size != identity["hidden_size"]:
+    if module.config.target_hidden_size != identity.hidden_size:
         raise RecipeError(
             f"{recipe.model.draft_init} reads hidden states {module.config.target_hidden_size} wide, the target's are "
-            f"{identity['hidden_size']}: it is a head for another target"
+            f"{identity.hidden_size}: it is a head for another target"
         )
     eagle, origin = recipe.eagle, recipe.origin
     wanted = {"aux_layer_ids": "aux_layer_ids", **STRUCTURE}
@@ -134,9 +137,9 @@ def continued_head(recipe: Recipe, identity: dict, embedding: torch.Tensor | Non
             "give the head's values"
         )
     config = module.config  # what other tools' heads do not record, and this run's template
-    config.target_name = config.target_name or identity["model"]
-    config.tokenizer_hash = config.tokenizer_hash or identity["tokenizer_hash"]
-    config.extra = {**config.extra, "template_hash": identity["template_hash"]}
+    config.target_name = config.target_name or identity.model
+    config.tokenizer_hash = config.tokenizer_hash or identity.tokenizer_hash
+    config.extra = {**config.extra, "template_hash": identity.template_hash}
     config.extra.pop("target_adapter", None)  # this run's target has none, or a new one
     return module
 
@@ -189,14 +192,14 @@ def with_vocabulary(head: EagleModule, vocab: DraftVocab) -> tuple[EagleModule, 
     return moved, int(kept.sum())
 
 
-def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> tuple[DraftVocab, str]:
+def choose_vocabulary(recipe: Recipe, tables: TableTarget, data: RunData) -> tuple[DraftVocab, str]:
     """The draft vocabulary of a new head and a line about it: a map on disk, counted from the data, or everything.
 
     Raises:
         EagleError: see :func:`given_vocabulary`; or a size that cannot hold the special tokens.
     """
     eagle, identity = recipe.eagle, tables.identity()
-    total = identity["vocab_size"]
+    total = identity.vocab_size
     vocab = given_vocabulary(recipe, identity)
     if vocab is None:
         counts = data.counts
@@ -208,17 +211,17 @@ def choose_vocabulary(recipe: Recipe, tables, data: RunData) -> tuple[DraftVocab
     return vocab, f"draft vocabulary: {vocab.size} of {total} tokens, {inside:.2%} of the supervised tokens are inside"
 
 
-def given_vocabulary(recipe: Recipe, identity: dict) -> DraftVocab | None:
+def given_vocabulary(recipe: Recipe, identity: TargetIdentity) -> DraftVocab | None:
     """The vocabulary that needs no data: a map on the disk, or everything; ``None`` if it is to be counted.
 
     Raises:
         RecipeError: a map of another size than ``eagle.draft_vocab_size``.
         CheckpointError: a map of another tokenizer.
     """
-    eagle, total = recipe.eagle, identity["vocab_size"]
+    eagle, total = recipe.eagle, identity.vocab_size
     if eagle.draft_vocab_path is None:
         return DraftVocab.identity(total) if eagle.draft_vocab_size is None else None
-    vocab = load_draft_vocab(eagle.draft_vocab_path, identity["tokenizer_hash"], total)
+    vocab = load_draft_vocab(eagle.draft_vocab_path, identity.tokenizer_hash, total)
     if eagle.draft_vocab_size not in (None, vocab.size):
         raise RecipeError(
             f"eagle.draft_vocab_size is {eagle.draft_vocab_size}, the map at {eagle.draft_vocab_path} has "

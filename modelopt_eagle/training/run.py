@@ -179,7 +179,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     for line in header[len(data.header) :]:
         say(line)
     provenance = {
-        "target": identity,
+        "target": identity.as_dict(),
         "aux_layer_ids": list(ids),
         "data": data.fingerprint,
         "rows": len(data.train.lengths),

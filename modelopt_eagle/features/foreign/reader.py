@@ -16,6 +16,7 @@ from modelopt_eagle.features.foreign.files import FORMATS, ForeignFile, arrow_ma
 from modelopt_eagle.features.store.manifest import is_store
 from modelopt_eagle.features.store.reader import StoreReader
 from modelopt_eagle.target.capture import check_layer_ids
+from modelopt_eagle.target.identity import TargetIdentity
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class ForeignReader(ForeignTokens):
     def __init__(
         self,
         folder: str | Path,
-        identity: dict,
+        identity: TargetIdentity,
         aux_layer_ids: Sequence[int] | None,
         *,
         final_is_normed: bool | None = None,
@@ -139,7 +140,7 @@ class ForeignReader(ForeignTokens):
         self._told = final_is_normed is not None
         first = self._raw(0)
         self._ask(first, aux_layer_ids, final_is_normed)
-        check_layer_ids(aux_layer_ids, identity["num_layers"])
+        check_layer_ids(aux_layer_ids, identity.num_layers)
         normed = first.final_is_normed if final_is_normed is None else final_is_normed
         dtype = str(first.aux_hidden.dtype).removeprefix("torch.")
         self.contract = replace(
@@ -148,7 +149,7 @@ class ForeignReader(ForeignTokens):
         self._order = sorted(range(len(aux_layer_ids)), key=lambda a: aux_layer_ids[a])
         self._check_widths(first)
         self.scan()
-        self._check_ids(identity["vocab_size"])
+        self._check_ids(identity.vocab_size)
 
     def _ask(self, first: ForeignFile, aux_layer_ids: Sequence[int] | None, final_is_normed: bool | None) -> None:
         """Refuse a folder that leaves something open, and an answer that the files contradict."""
