@@ -6,9 +6,9 @@ import difflib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, TargetError
 
-DECODER_TYPES = ("llama", "kimik2")
 MIN_LAYERS_FOR_DEFAULT = 6
 
 
@@ -117,8 +117,8 @@ class DraftConfig:
 
     def validate(self) -> None:
         """Raise :class:`CheckpointError` when the sizes contradict each other."""
-        if self.decoder_type not in DECODER_TYPES:
-            raise CheckpointError(f"decoder_type is {self.decoder_type!r}; known are {', '.join(DECODER_TYPES)}")
+        if self.decoder_type not in DECODERS:
+            raise CheckpointError(f"decoder_type is {self.decoder_type!r}; known are {', '.join(DECODERS)}")
         for name in ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
                      "num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"):  # fmt: skip
             if int(getattr(self, name)) < 1:
@@ -135,16 +135,15 @@ class DraftConfig:
             )
         if not self.aux_layer_ids or len(set(self.aux_layer_ids)) != len(self.aux_layer_ids):
             raise CheckpointError(f"aux_layer_ids must be distinct and not empty, found {list(self.aux_layer_ids)}")
-        if self.decoder_type == "kimik2":
-            missing = [n for n in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-                       if not getattr(self, n)]  # fmt: skip
-            if missing:
-                raise CheckpointError(
-                    f"decoder_type kimik2 needs {', '.join(missing)}, which a new head takes from its target: a target "
-                    "without latent attention gets a head of decoder_type llama"
-                )
-            if self.attention_bias:
-                raise CheckpointError("decoder_type kimik2 has no attention bias: no engine loads one; unset it")
+        decoder = DECODERS[self.decoder_type]
+        missing = [name for name in decoder.required if not getattr(self, name)]
+        if missing:
+            raise CheckpointError(
+                f"decoder_type {decoder.name} needs {', '.join(missing)}, which a new head takes from its target: a "
+                "target without latent attention gets a head of decoder_type llama"
+            )
+        if self.attention_bias and not decoder.attention_bias:
+            raise CheckpointError(f"decoder_type {decoder.name} has no attention bias: no engine loads one; unset it")
 
     @property
     def num_aux(self) -> int:
@@ -159,7 +158,7 @@ class DraftConfig:
     @property
     def rotary_dim(self) -> int:
         """Width of the rotated part of a head."""
-        return int(self.qk_rope_head_dim) if self.decoder_type == "kimik2" else self.head_dim
+        return int(getattr(self, DECODERS[self.decoder_type].rotary))
 
     @classmethod
     def from_target(
@@ -212,10 +211,11 @@ class DraftConfig:
             pad_token_id=read("pad_token_id"),
             target_model_type=read("model_type"),
         )
-        if overrides.get("decoder_type") == "kimik2":
-            for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                values[name] = read(name)
-            values["num_key_value_heads"] = heads
+        decoder = DECODERS.get(overrides.get("decoder_type") or "llama")
+        if decoder is not None:
+            values.update({name: read(name) for name in decoder.sizes})
+            if not decoder.shares_keys:
+                values["num_key_value_heads"] = heads
         values.update({name: value for name, value in overrides.items() if value is not None})
         if values["num_attention_heads"] % values["num_key_value_heads"]:
             values["num_key_value_heads"] = values["num_attention_heads"]

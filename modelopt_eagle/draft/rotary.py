@@ -112,20 +112,3 @@ class Rotary(nn.Module):
             self._sin = (angle.sin() * self.factor).to(position_ids.device)
             self._cos = (angle.cos() * self.factor).to(position_ids.device)  # the one that is looked at: other threads
         return self._cos[position_ids], self._sin[position_ids]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate pairs of a head's dimensions.
-
-    Args:
-        x: ``[..., heads, d]``.
-        cos, sin: ``[..., d/2]``.
-        interleaved: pairs are neighbours ``(0,1), (2,3), ...`` (DeepSeek) rather than halves ``(i, i + d/2)`` (Llama).
-            The interleaved result comes out as halves, the same for queries and keys, so products are unchanged.
-
-    Returns:
-        ``[..., heads, d]`` in the dtype of ``x``.
-    """
-    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)  # [...,1,d/2]
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)  # [...,heads,d/2] each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, EagleModule, default_aux_layer_ids
+from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
 from modelopt_eagle.export.embedding import table_of, with_own_embedding, without_copy
@@ -45,7 +46,7 @@ def layer_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def check_speculators(config: DraftConfig) -> None:
     """Raise :class:`ExportError` for a head that speculators' model classes cannot hold."""
-    if config.decoder_type != "llama":
+    if not DECODERS[config.decoder_type].tool_formats:
         raise ExportError(f"speculators has no {config.decoder_type} decoder: convert to universal")
     if config.hidden_size != config.target_hidden_size:
         raise ExportError(
@@ -96,7 +97,7 @@ def eagle_files(
     wrong = [f"the flag {flag}" for flag in on]
     wrong += ["attention biases"] if config.attention_bias or config.mlp_bias else []
     wrong += [f"{config.num_hidden_layers} layers"] if config.num_hidden_layers != 1 else []
-    wrong += [f"a {config.decoder_type} decoder"] if config.decoder_type != "llama" else []
+    wrong += [f"a {config.decoder_type} decoder"] if not DECODERS[config.decoder_type].tool_formats else []
     if wrong:
         raise ExportError(f"SafeAILab's code has no place for {', '.join(wrong)}: convert to universal")
     if target_layers is None:

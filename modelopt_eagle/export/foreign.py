@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids, default_aux_layer_ids
+from modelopt_eagle.draft.decoders import decoder_of
 from modelopt_eagle.errors import CheckpointError, TargetError
-from modelopt_eagle.export.universal import FLAGS, LATENT_SIZES, aux_ids_of, check_effects, check_recipe, parse_rope
+from modelopt_eagle.export.universal import FLAGS, aux_ids_of, check_effects, check_recipe, parse_rope
 
 LAYOUTS = ("training", "universal", "speculators", "modelopt", "specforge", "eagle")
 LLAMA_DRAFT = "LlamaForCausalLMEagle3"
@@ -158,7 +159,7 @@ def foreign_config(
             "lm_head must be saved with its rows)"
         )
     llama = layer.get("model_type") in LLAMA_KINDS or LLAMA_DRAFT in (outer.get("architectures") or ())
-    if not llama and not layer.get("kv_lora_rank"):
+    if not llama and not decoder_of(layer).sizes:
         raise CheckpointError(f"{where}: model_type {layer.get('model_type')!r} is no draft layer that is known here")
     heads, hidden = layer.get("num_attention_heads"), layer.get("hidden_size")
     if not heads or not hidden or not layer.get("intermediate_size"):
@@ -178,7 +179,7 @@ def foreign_config(
         flags["norm_before_residual"] = options.norm_before_residual
     elif layout == "speculators" and "norm_before_residual" not in outer:
         flags["norm_before_residual"] = True  # what vLLM takes when the key is absent
-    decoder = "kimik2" if layer.get("kv_lora_rank") else "llama"
+    decoder = decoder_of(layer)
     theta, scaling = parse_rope(layer, where)
     values: dict[str, Any] = {
         "hidden_size": hidden,
@@ -195,7 +196,7 @@ def foreign_config(
         "vocab_size": vocab_size,
         "draft_vocab_size": draft_size,
         "aux_layer_ids": foreign_ids(outer, num_aux, options, where),
-        "decoder_type": decoder,
+        "decoder_type": decoder.name,
         "hidden_act": layer.get("hidden_act", "silu"),
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "mlp_bias": "layers.0.mlp.gate_proj.bias" in tensors,
@@ -203,8 +204,7 @@ def foreign_config(
         **flags,
         **{name: layer.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
-    if decoder == "kimik2":
-        values.update({name: layer.get(name) for name in LATENT_SIZES})
+    values.update({name: layer.get(name) for name in decoder.sizes})
     if layout == "speculators":
         verifier = ((outer.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
         values["target_name"] = verifier

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.decoders import DECODERS, decoder_of
 from modelopt_eagle.errors import CheckpointError
 
 FORMAT_VERSION = 1
-ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "kimik2": "Eagle3DeepseekV2ForCausalLM"}
-# vLLM rewrites every draft of type deepseek_v3 into a multi-token-prediction model, and keeps deepseek_v2 as it is.
-MODEL_TYPES = {"llama": "llama", "kimik2": "deepseek_v2"}
-LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+ARCHITECTURES = {name: decoder.architecture for name, decoder in DECODERS.items()}
+OWN_SIZES = tuple(name for decoder in DECODERS.values() for name in decoder.sizes)
+"""Sizes that only some decoder types have."""
 SAME_NAME = (
     "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_hidden_layers", "rms_norm_eps", "max_position_embeddings", "vocab_size", "draft_vocab_size", "hidden_act",
@@ -73,18 +73,17 @@ def universal_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     The captured layers are named twice: under ``eagle_config`` canonically (output of layer k; SGLang adds one,
     TensorRT-LLM counts the same way), at top level one higher (layer inputs, which vLLM reads raw).
     """
-    theta, scaling = float(config.rope_theta), config.rope_scaling
+    theta, scaling, decoder = float(config.rope_theta), config.rope_scaling, DECODERS[config.decoder_type]
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
     data: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.decoder_type]],
-        "model_type": MODEL_TYPES[config.decoder_type],
+        "architectures": [decoder.architecture],
+        "model_type": decoder.model_type,
         "torch_dtype": dtype_name(dtype),
         "dtype": dtype_name(dtype),
         "tie_word_embeddings": False,
     }
     data.update({name: getattr(config, name) for name in SAME_NAME})
-    if config.decoder_type == "kimik2":
-        data.update({name: getattr(config, name) for name in LATENT_SIZES})
+    data.update({name: getattr(config, name) for name in decoder.sizes})
     data.update({"rope_theta": theta, "rope_scaling": dict(scaling) if scaling else None, "rope_parameters": rope})
     data.update({name: True for name in FLAGS if getattr(config, name)})
     data["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in config.aux_layer_ids]
@@ -135,7 +134,7 @@ def check_known_keys(data: dict[str, Any], where: str) -> None:
     Raises:
         CheckpointError: an unknown key, top level or under ``eagle_config``, with the nearest known one.
     """
-    known = {*SAME_NAME, *FLAGS, *LATENT_SIZES, *IGNORED}
+    known = {*SAME_NAME, *FLAGS, *OWN_SIZES, *IGNORED}
     nested = data.get("eagle_config") or {}
     for key, names in [*((k, known) for k in data), *((k, set(NESTED)) for k in nested)]:
         if key not in names:
@@ -219,7 +218,7 @@ def parse_universal(data: dict[str, Any], *, strict: bool, own_embedding: bool, 
     if strict:
         check_known_keys(data, where)
     record = data.get("modelopt_eagle") or {}
-    decoder = record.get("decoder_type") or ("kimik2" if data.get("kv_lora_rank") else "llama")
+    decoder = record.get("decoder_type") or decoder_of(data).name
     if decoder not in ARCHITECTURES or data.get("architectures") != [ARCHITECTURES[decoder]]:
         raise CheckpointError(
             f"{where}: architectures {data.get('architectures')} is not what a {decoder} head has: "
@@ -231,8 +230,7 @@ def parse_universal(data: dict[str, Any], *, strict: bool, own_embedding: bool, 
     theta, scaling = parse_rope(data, where)
     values = {name: data[name] for name in SAME_NAME if name in data}
     values.update({name: bool(data.get(name, False)) for name in FLAGS})
-    if decoder == "kimik2":
-        values.update({name: data.get(name) for name in LATENT_SIZES})
+    values.update({name: data.get(name) for name in DECODERS[decoder].sizes})
     values.update({name: record[name] for name in RECORD if name in record})
     return DraftConfig.from_dict(
         {

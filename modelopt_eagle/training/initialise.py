@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import RecipeError
 
 SMALL = 0.3
@@ -36,7 +37,7 @@ def start_from_target(module: EagleModule, target) -> None:
         RecipeError: the target's layer is not built like the head's (names or shapes differ).
     """
     config, width = module.config, module.config.hidden_size
-    if config.decoder_type != "llama" or config.norm_before_fc or config.fc_norm:
+    if not DECODERS[config.decoder_type].copies_target or config.norm_before_fc or config.fc_norm:
         raise RecipeError(
             "eagle.init: target needs decoder_type: llama without norm_before_fc and fc_norm: set eagle.init: random"
         )

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export.engines.profiles import PROFILES, SGLANG, SIZES, TENSORRT_LLM, VLLM, EngineProfile
 from modelopt_eagle.export.engines.quantisation import is_quantised, plain_shapes, quant_reasons
@@ -136,7 +137,7 @@ def config_reasons(
         reasons.append("has no bias in the feed-forward part and drops it without a word")
     if config.own_embedding and config.hidden_size == config.target_hidden_size and profile.shares_embedding:
         reasons.append("puts the target's embedding in place of the head's own")
-    if config.decoder_type == "kimik2" and not config.q_lora_rank and profile.needs_q_lora_rank:
+    if DECODERS[config.decoder_type].latent and not config.q_lora_rank and profile.needs_q_lora_rank:
         reasons.append("needs q_lora_rank in latent attention")
     if data.get("tie_word_embeddings"):
         reasons.append("is told to tie lm_head to the embedding; the head has its own")
@@ -174,9 +175,10 @@ def rope_reasons(data: dict[str, Any], config: DraftConfig, profile: EngineProfi
             break
     reasons = []
     kind = (config.rope_scaling or {}).get("rope_type")
-    if config.decoder_type == "kimik2" and kind not in (None, "yarn"):
+    latent = DECODERS[config.decoder_type].latent
+    if latent and kind not in (None, "yarn"):
         reasons.append(f"takes every scaled rotary table of latent attention for yarn, this one is {kind}")
-    if profile is VLLM and config.decoder_type == "kimik2" and (config.rope_scaling or {}).get("truncate") is False:
+    if profile is VLLM and latent and (config.rope_scaling or {}).get("truncate") is False:
         reasons.append("rounds the bounds of YaRN in latent attention, the head was trained with truncate false")
     if base != config.rope_theta:
         reasons.append(f"takes the rotary base {base:g}, the head was trained with {config.rope_theta:g}")

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines.profiles import PROFILES
 from modelopt_eagle.export.universal import FLAGS
@@ -106,7 +107,7 @@ def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: st
         "attention_bias": config.attention_bias,
         "several draft layers": config.num_hidden_layers > 1,
         "another number of captured layers than 3": config.num_aux != 3,
-        "latent attention": config.decoder_type == "kimik2",
+        "latent attention": DECODERS[config.decoder_type].latent,
         "layers.0 names": layer_names == "layers" and config.num_hidden_layers == 1,
         "a quantised head": quantised,
     }
