@@ -2,8 +2,8 @@
 
 from modelopt_eagle.common.console import ProgressBar
 from modelopt_eagle.data.batches import plan_batches
-from modelopt_eagle.data.conversations import Conversation, ConversationSet, read_conversations
-from modelopt_eagle.data.dataset import TokenizedDataset, prepare_dataset, render, tokenize_conversations
+from modelopt_eagle.data.conversations import Conversation, ConversationSet, conversations_of, read_conversations
+from modelopt_eagle.data.dataset import TokenizedDataset, prepare_dataset, prepare_rows, render, tokenize_conversations
 from modelopt_eagle.data.encode import TokenizedRow
 from modelopt_eagle.data.prompts import Prompt, load_prompts
 from modelopt_eagle.data.report import DataReport
@@ -19,9 +19,11 @@ __all__ = [
     "Prompt",
     "TokenizedDataset",
     "TokenizedRow",
+    "conversations_of",
     "load_prompts",
     "plan_batches",
     "prepare_dataset",
+    "prepare_rows",
     "read_conversations",
     "render",
     "render_text",

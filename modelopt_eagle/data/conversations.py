@@ -1,10 +1,10 @@
 """Conversations out of files: both schemas, roles mapped by name, every row accounted for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
+from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows, rows_in_memory
 from modelopt_eagle.data.report import DataReport, RowRejected
 from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, refuse_what_is_not_rendered, row_id
 from modelopt_eagle.errors import DataError
@@ -57,13 +57,34 @@ def read_conversations(
     Raises:
         DataError: a file that cannot be read, an unknown role under ``fail``, or no row left.
     """
+    return _collect(read_rows(sources, _NAMES), unknown_role, role_aliases, max_rows)
+
+
+def conversations_of(
+    rows: Iterable[Mapping],
+    *,
+    unknown_role: str = "fail",
+    role_aliases: Mapping[str, str] | None = None,
+    max_rows: int | None = None,
+) -> ConversationSet:
+    """The same for rows in memory: dictionaries as they would stand in a file; places are ``rows[number]``.
+
+    Raises:
+        DataError: as :func:`read_conversations`, or something that is no dictionary.
+    """
+    return _collect(rows_in_memory(rows), unknown_role, role_aliases, max_rows)
+
+
+def _collect(
+    rows: Iterable[SourceRow], unknown_role: str, role_aliases: Mapping[str, str] | None, max_rows: int | None
+) -> ConversationSet:
     if unknown_role not in ("fail", "drop"):
         raise DataError(f"unknown_role must be fail or drop, found {unknown_role!r}")
     for name, role in (role_aliases or {}).items():
         if role not in ("system", "user", "assistant"):
             raise DataError(f"the role alias {name}={role} must map to system, user or assistant")
     report, kept, seen = DataReport(), [], set()
-    for index, row in enumerate(read_rows(sources, _NAMES)):
+    for index, row in enumerate(rows):
         if max_rows is not None and index >= max_rows:
             break
         report.read += 1

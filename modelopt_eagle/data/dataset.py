@@ -2,13 +2,13 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from modelopt_eagle.data.conversations import Conversation, ConversationSet, read_conversations
+from modelopt_eagle.data.conversations import Conversation, ConversationSet, conversations_of, read_conversations
 from modelopt_eagle.data.encode import (
     SpecialIds,
     TokenizedRow,
@@ -140,6 +140,20 @@ def prepare_dataset(
 ) -> TokenizedDataset:
     """:func:`read_conversations`, then :func:`tokenize_conversations` with ``options``."""
     found = read_conversations(sources, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows)
+    return tokenize_conversations(tokenizer, found, **options)
+
+
+def prepare_rows(
+    tokenizer,
+    rows: Iterable[Mapping],
+    *,
+    unknown_role: str = "fail",
+    role_aliases: dict[str, str] | None = None,
+    max_rows: int | None = None,
+    **options,
+) -> TokenizedDataset:
+    """:func:`prepare_dataset` for rows in memory: dictionaries as they would stand in a file, a list or a generator."""
+    found = conversations_of(rows, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows)
     return tokenize_conversations(tokenizer, found, **options)
 
 

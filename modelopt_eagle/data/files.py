@@ -7,7 +7,7 @@ character, not from the file's ending.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,18 @@ def read_rows(
             raise DataError(
                 f"{source}: no such file; give an existing .jsonl or .json file, or a hub data set as owner/name"
             )
+
+
+def rows_in_memory(rows: Iterable[Mapping]) -> Iterator[SourceRow]:
+    """Yield dictionaries as rows; file names in them are relative to the working folder.
+
+    Raises:
+        DataError: something that is no dictionary.
+    """
+    for index, value in enumerate(rows):
+        if not isinstance(value, Mapping):
+            raise DataError(f"rows[{index}]: expected a dictionary as a row, found {type(value).__name__}")
+        yield SourceRow(dict(value), f"rows[{index}]")
 
 
 def _read_file(path: Path) -> Iterator[SourceRow]:

@@ -5,9 +5,10 @@ import json
 import pytest
 from data_toy import write_lines
 
-from modelopt_eagle.data import load_prompts, read_conversations
+from modelopt_eagle.data import conversations_of, load_prompts, prepare_rows, read_conversations
 from modelopt_eagle.data.files import ASSETS
 from modelopt_eagle.errors import DataError
+from modelopt_eagle.target.tiny import make_byte_tokenizer
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -90,6 +91,18 @@ def test_a_hub_data_set_is_read_by_split(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: asked.append((name, split)) or [GOOD, GOOD])
     assert read_conversations("owner/chats:train_sft").report.read == 2
     assert asked == [("owner/chats", "train_sft")]
+
+
+def test_rows_in_memory_are_read_like_a_file(tmp_path):
+    rows = [GOOD, shared(("human", "one"), ("gpt", "two")), {"messages": []}]
+    found = conversations_of(iter(rows))
+    read = read_conversations(write_lines(tmp_path / "data.jsonl", *rows))
+    assert [(row.id, row.messages) for row in found.rows] == [(row.id, row.messages) for row in read.rows]
+    assert (found.report.read, found.report.dropped, found.rows[1].place) == (3, {"no_messages": 1}, "rows[1]")
+    made = prepare_rows(make_byte_tokenizer(), rows, max_rows=2, max_length=64)
+    assert [row.id for row in made.rows] == ["row-000000", "row-000001"]
+    with pytest.raises(DataError, match=r"rows\[1\]: expected a dictionary as a row, found str"):
+        conversations_of([GOOD, "text"])
 
 
 def test_an_unknown_role_fails_is_dropped_or_is_mapped(tmp_path):
