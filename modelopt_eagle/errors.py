@@ -47,23 +47,3 @@ class ImageError(DataError):
 
 class MissingExtraError(EagleError, ImportError):
     """An optional dependency that is not installed."""
-
-
-def require_extra(module: str, extra: str):
-    """Import an optional dependency, or raise an error that names the extra to install.
-
-    Args:
-        module: import name, such as ``"matplotlib.pyplot"``.
-        extra: the name of the extra in ``pyproject.toml`` that brings it.
-
-    Raises:
-        MissingExtraError: the module is not installed.
-    """
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(
-            f'{module} is needed here and not installed: pip install "modelopt_eagle[{extra}]" ({error})'
-        ) from error

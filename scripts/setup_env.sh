@@ -15,7 +15,7 @@
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-EXTRAS="train,data,report,stream,quantize,gguf,trees,lora,vision,dev"
+EXTRAS="train,data,report,stream,quantize,gguf,kernels,lora,vision,dev"
 TESTED_TORCH="torch==2.13.0"
 MODE=new VENV="$ROOT/.venv" BASE_PYTHON="" TORCH=""
 

@@ -16,7 +16,7 @@ EXTRAS = {
     "report": ("matplotlib", "jinja2"),
     "stream": ("zmq",),
     "quantize": ("modelopt",),
-    "trees": ("triton",),
+    "kernels": ("triton",),
     "gguf": ("gguf",),
     "lora": ("peft",),
     "vision": ("PIL",),

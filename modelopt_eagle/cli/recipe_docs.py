@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the recipe's schema, or check that it is up to date."""
+"""Write docs/recipes.md from the recipe's schema, or check that it is up to date; without a clone, print it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,34 @@ from modelopt_eagle.errors import RecipeError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write or check the page; raises RecipeError when ``--check`` finds it out of date."""
-    from modelopt_eagle.recipe.docs import docs_path, recipe_docs
+    """Print, write or check the page; raises RecipeError when ``--check`` finds it out of date."""
+    from modelopt_eagle.recipe.docs import PAGE, docs_path, recipe_docs
 
     parser = argparse.ArgumentParser(prog="modelopt-eagle recipe-docs", description=__doc__)
-    parser.add_argument("--output", type=Path, default=docs_path(), help="the page (%(default)s)")
+    parser.add_argument(
+        "--output",
+        default=docs_path() or "-",
+        metavar="PATH",
+        help=f"the page, or a folder for {PAGE}, or - to print it (%(default)s)",
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 2 if the page is out of date")
     args = parser.parse_args(argv)
     text = recipe_docs()
-    if args.check:
-        if not args.output.is_file() or args.output.read_text(encoding="utf-8") != text:
-            raise RecipeError(f"{args.output} differs from the schema: run modelopt-eagle recipe-docs")
-        print(f"{args.output} is up to date")
+    if str(args.output) == "-":
+        if args.check:
+            raise RecipeError(
+                "--check compares a page with the schema, and there is no clone here: name it by --output"
+            )
+        print(text, end="")
         return 0
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text, encoding="utf-8")
-    print(f"wrote {args.output}")
+    page = Path(args.output)
+    page = page / PAGE if page.is_dir() or not page.suffix else page
+    if args.check:
+        if not page.is_file() or page.read_text(encoding="utf-8") != text:
+            raise RecipeError(f"{page} differs from the schema: run modelopt-eagle recipe-docs")
+        print(f"{page} is up to date")
+        return 0
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    print(f"wrote {page}")
     return 0

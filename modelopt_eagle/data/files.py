@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelopt_eagle.errors import DataError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import DataError
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 """Files that the package ships."""

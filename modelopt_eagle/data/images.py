@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.data.report import RowRejected
-from modelopt_eagle.errors import DataError, ImageError, require_extra
+from modelopt_eagle.errors import DataError, ImageError
 
 MARK = "<image>"
 """How texts of the LLaVA layout say where an image of the row stands."""

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import DraftConfig, EagleModule
-from modelopt_eagle.errors import ExportError, require_extra
+from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
 from modelopt_eagle.export.embedding import table_of, without_copy
 from modelopt_eagle.export.engines.check import PROFILES, engine_notes

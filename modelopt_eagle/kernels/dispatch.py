@@ -21,7 +21,8 @@ from collections.abc import Callable
 
 import torch
 
-from modelopt_eagle.errors import DecodingError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import DecodingError
 
 BACKENDS = ("auto", "triton", "reference")
 
@@ -49,7 +50,7 @@ def _require_interpreter(device: torch.device) -> None:
             f'backend="triton" needs CUDA tensors, found {device.type}: use backend="reference" or "auto", '
             "or start the process with TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
         )
-    language = require_extra("triton.language", "trees")
+    language = require_extra("triton.language", "kernels")
     if type(language.sum).__name__ == "JITFunction":
         raise DecodingError(
             "TRITON_INTERPRET=1 was set after triton was imported, which is too late: "
@@ -72,9 +73,9 @@ class TritonKernel:
     def load(self):
         """Return the ``triton.jit`` function, making it at the first call."""
         if self.compiled is None:
-            triton = require_extra("triton", "trees")
+            triton = require_extra("triton", "kernels")
             scope = self.function.__globals__
-            scope["tl"] = require_extra("triton.language", "trees")
+            scope["tl"] = require_extra("triton.language", "kernels")
             for name in self.function.__code__.co_names:
                 if isinstance(scope.get(name), TritonKernel):
                     scope[name] = scope[name].load()

@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from modelopt_eagle.common.package import checkout
 from modelopt_eagle.recipe.loader import recipe_folder
 from modelopt_eagle.recipe.schema import Recipe
 
@@ -29,9 +30,13 @@ may differ.
 """
 
 
-def docs_path() -> Path:
-    """Where the page lies in the repository."""
-    return recipe_folder().parent / "docs" / "recipes.md"
+PAGE = "recipes.md"
+
+
+def docs_path() -> Path | None:
+    """Where the page lies in the clone that the package runs from; ``None`` where there is no clone."""
+    root = checkout()
+    return None if root is None else root / "docs" / PAGE
 
 
 def recipe_docs() -> str:

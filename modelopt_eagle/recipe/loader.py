@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -
 
 
 def recipe_folder() -> Path:
-    """The folder of the shipped recipes."""
-    return Path(__file__).resolve().parents[2] / "recipes"
+    """The folder of the shipped recipes, inside the package; ``recipes/`` of a clone is a link to it."""
+    return Path(str(files("modelopt_eagle.recipe") / "recipes"))
 
 
 def find_recipe(path: str | Path) -> Path:
@@ -79,7 +80,7 @@ def find_recipe(path: str | Path) -> Path:
         raise RecipeError(f"{path}: expected a YAML file, found a folder")
     near = nearest(path.stem, shipped)
     hint = f"; nearest: {near}" if near else ""
-    raise RecipeError(f"{path}: no such recipe{hint} (shipped: {', '.join(shipped) or 'none here'})")
+    raise RecipeError(f"{path}: no such recipe{hint} (shipped: {', '.join(shipped)})")
 
 
 def _with_sections(content: dict[str, Any], places: dict[str, str]) -> dict[str, dict[str, Any]]:

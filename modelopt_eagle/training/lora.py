@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import EagleModule
-from modelopt_eagle.errors import RecipeError, require_extra
+from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.features import FeatureBatch
 from modelopt_eagle.features.unadapted import adapted_batch
 from modelopt_eagle.target.lora import TargetAdapter, find_modules

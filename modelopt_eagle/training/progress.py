@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from modelopt_eagle.errors import MissingExtraError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import MissingExtraError
 
 
 def clock(seconds: float) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import EagleModule, check_aux_layer_ids, default_aux_layer_ids
-from modelopt_eagle.errors import RecipeError, TrainingError, require_extra
+from modelopt_eagle.errors import RecipeError, TrainingError
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe

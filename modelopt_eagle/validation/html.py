@@ -7,7 +7,7 @@ import io
 import os
 from pathlib import Path
 
-from modelopt_eagle.errors import require_extra
+from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.validation.report import AcceptanceReport, speed_line
 from modelopt_eagle.validation.speed import Speed
 from modelopt_eagle.validation.sweep import advice, plan_name

@@ -141,4 +141,4 @@ def test_the_package_works_without_triton():
     )
     process = run_python("-c", script)
     assert process.stdout.strip() == "[[1, 2]]"
-    assert 'pip install "modelopt_eagle[trees]"' in process.stderr
+    assert f'pip install -e "{REPOSITORY}[kernels]"' in process.stderr

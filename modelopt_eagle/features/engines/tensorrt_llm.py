@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from modelopt_eagle.errors import FeatureError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import FeatureError
 
 ROWS_AT_A_TIME = 64
 

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-from modelopt_eagle.errors import FeatureError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.store.files import map_safetensors
 
 

@@ -6,7 +6,8 @@ import json
 import os
 import threading
 
-from modelopt_eagle.errors import StreamError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, parse_json
 from modelopt_eagle.features.stream.nixl import NixlLost, NixlReceiver

@@ -26,7 +26,8 @@ import time
 from collections import OrderedDict, deque
 from pathlib import Path
 
-from modelopt_eagle.errors import StreamError, require_extra
+from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.message import FeatureMessage, encode
 from modelopt_eagle.features.stream.nixl import NixlSender
 

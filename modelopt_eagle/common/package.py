@@ -1,0 +1,70 @@
+"""The package itself: the clone that it runs from, if any, and the optional packages that it asks for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from pathlib import Path
+from types import ModuleType
+
+from modelopt_eagle.errors import MissingExtraError
+
+NAME = "modelopt_eagle"
+
+
+def checkout() -> Path | None:
+    """The clone that this package runs from, or ``None`` where it was installed from a wheel."""
+    root = Path(__file__).resolve().parents[2]
+    page = root / "pyproject.toml"
+    return root if page.is_file() and f'name = "{NAME}"' in page.read_text(encoding="utf-8") else None
+
+
+def require_extra(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or raise an error with the command that installs it.
+
+    Args:
+        module: import name, such as ``"matplotlib.pyplot"``.
+        extra: the name of the extra in ``pyproject.toml`` that brings it.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        MissingExtraError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{module} is needed here and not installed: {install_command(extra)} ({error})"
+        ) from error
+
+
+def install_command(extra: str) -> str:
+    """What to type to get an extra.
+
+    The package is on no index. A clone is named by its path (editable, so that it stays what runs); installed from a
+    wheel, the packages of the extra are named themselves.
+    """
+    root = checkout()
+    if root is not None:
+        return f'pip install -e "{root}[{extra}]"'
+    return f"pip install {' '.join(extra_packages(extra)) or f'{NAME}[{extra}]'}"
+
+
+def extra_packages(extra: str) -> list[str]:
+    """The requirements that an extra adds on this system, quoted for a shell; empty where nothing is recorded."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = importlib.metadata.requires(NAME) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = [Requirement(line) for line in lines]
+    return [
+        f'"{requirement.name}{requirement.specifier}"'
+        for requirement in found
+        if requirement.marker is not None
+        and requirement.marker.evaluate({"extra": extra})
+        and not requirement.marker.evaluate({"extra": ""})
+    ]
