@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from modelopt_eagle.common.console import shown
 from modelopt_eagle.errors import EagleError, FeatureError
 from modelopt_eagle.features.dump import BackEnd, dump, estimate
 from modelopt_eagle.features.store import SHARD_BYTES, STORAGE_DTYPES
@@ -89,7 +90,8 @@ def run(parser: argparse.ArgumentParser, open_back_end: Callable[[argparse.Names
     """Parse, dump, report; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser.parse_args(argv)
     try:
-        return _run(args, open_back_end)
+        with shown():
+            return _run(args, open_back_end)
     except EagleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,7 +101,8 @@ def run(parser: argparse.ArgumentParser, open_back_end: Callable[[argparse.Names
 
 
 def _run(args: argparse.Namespace, open_back_end: Callable[[argparse.Namespace], BackEnd]) -> int:
-    from modelopt_eagle.data import ProgressBar, prepare_dataset
+    from modelopt_eagle.common.console import ProgressBar
+    from modelopt_eagle.data import prepare_dataset
 
     worker = parse_shard(args.shard)
     for name in ("batch_tokens", "shard_mib"):

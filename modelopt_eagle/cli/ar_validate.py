@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     check_arguments(arguments)
-    from modelopt_eagle.data import ProgressBar, load_prompts
+    from modelopt_eagle.common.console import ProgressBar
+    from modelopt_eagle.data import load_prompts
     from modelopt_eagle.kernels.recorder import graph_switch
     from modelopt_eagle.validation import measure_acceptance
     from modelopt_eagle.validation.dialogues import first_turn

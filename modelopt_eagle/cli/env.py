@@ -11,7 +11,7 @@ import platform
 import sys
 
 EXTRAS = {
-    "train": ("accelerate", "tensorboard", "rich"),
+    "train": ("accelerate", "tensorboard"),
     "data": ("datasets",),
     "report": ("matplotlib", "jinja2"),
     "stream": ("zmq",),

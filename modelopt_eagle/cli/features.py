@@ -87,7 +87,7 @@ def _verify_bytes(args) -> int:
 
     bar = ProgressBar(maintenance.summarise(args.folder).bytes // 2**20, "verify", unit="MiB")
     report = maintenance.verify(
-        args.folder, drop_bad=args.drop_bad, progress=lambda done, total: bar.advance(done // 2**20 - bar.done)
+        args.folder, drop_bad=args.drop_bad, progress=lambda done, total: bar.reach(done // 2**20)
     )
     for problem in report.bad.values():
         print(f"bad: {problem}")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from modelopt_eagle.common.console import shown
 from modelopt_eagle.errors import EagleError
 
 BAD_INPUT = 2
@@ -60,7 +61,8 @@ def run_command(module_name: str, argv: list[str] | None = None) -> int:
 def _guarded(action: Callable[[], int | None]) -> int:
     """Run an action; its result, or the exit code of the error that it raised."""
     try:
-        return action() or 0
+        with shown():
+            return action() or 0
     except EagleError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -116,7 +116,8 @@ def validate(recipe: Recipe, result) -> dict:
     Returns:
         the content of ``acceptance.json``.
     """
-    from modelopt_eagle.data import ProgressBar, load_prompts
+    from modelopt_eagle.common.console import ProgressBar
+    from modelopt_eagle.data import load_prompts
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.kernels.recorder import graph_switch
     from modelopt_eagle.target import load_target

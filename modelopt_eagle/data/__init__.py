@@ -1,6 +1,5 @@
 """Conversations in, token rows with supervised flags out; prompts, answers by the target, and the draft vocabulary."""
 
-from modelopt_eagle.common.console import ProgressBar
 from modelopt_eagle.data.batches import plan_batches
 from modelopt_eagle.data.conversations import Conversation, ConversationSet, conversations_of, read_conversations
 from modelopt_eagle.data.dataset import TokenizedDataset, prepare_dataset, prepare_rows, render, tokenize_conversations
@@ -15,7 +14,6 @@ __all__ = [
     "ConversationSet",
     "DataReport",
     "Message",
-    "ProgressBar",
     "Prompt",
     "TokenizedDataset",
     "TokenizedRow",

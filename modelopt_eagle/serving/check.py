@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.load import load_draft
 from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
@@ -180,7 +180,7 @@ class ServingCheck:
         max_new_tokens: int = 96,
         num_speculative_tokens: int = 3,
         batch_size: int = 8,
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+        say: Callable[[str], None] = say,
     ):
         from modelopt_eagle.target import load_target
         from modelopt_eagle.target.load import resolve

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelopt_eagle.data import DataReport, ProgressBar, TokenizedDataset, prepare_dataset
+from modelopt_eagle.common.console import ProgressBar
+from modelopt_eagle.data import DataReport, TokenizedDataset, prepare_dataset
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, RecipeError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
@@ -203,13 +204,13 @@ def _cached(recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str)
     if recipe.data.cache_features == "memory":
         return MemorySource.from_target(
             target, rows, aux_layer_ids, dtype=target.dtype,
-            progress=None if bar is None else lambda done, total: bar.advance(done - bar.done),
+            progress=None if bar is None else lambda done, total: bar.reach(done),
         )  # fmt: skip
     folder = Path(recipe.training.output_dir) / name.replace(" ", "_")
 
     def begin(stored: int, missing: int) -> None:
         if bar is not None:
-            bar.total = max(missing, 1)
+            bar.resize(max(missing, 1))
 
     back_end = TargetBackEnd(target, aux_layer_ids)
     dump(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from modelopt_eagle.common.console import say, shown
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.training.checkpoint import BEST
 from modelopt_eagle.training.run import assemble, claim_output, finished_state, make_accelerator
@@ -27,13 +27,10 @@ def train(recipe: Recipe) -> TrainingResult:
     accelerator = make_accelerator(recipe)
     claim_output(recipe, accelerator.is_main_process)
     folder = Path(recipe.training.output_dir)
-
-    def say(line: str) -> None:
-        if accelerator.is_main_process:
-            print(line, file=sys.stderr, flush=True)
-
-    state = finished_state(recipe)
-    if state is not None:
-        say(f"{folder}: training is complete (step {state['step']})")
-        return make_result(folder, state, (folder / BEST).resolve())
-    return Trainer(recipe, assemble(recipe, accelerator, say), accelerator).fit()
+    say_once = say if accelerator.is_main_process else lambda line: None
+    with shown(accelerator.is_main_process):
+        state = finished_state(recipe)
+        if state is not None:
+            say_once(f"{folder}: training is complete (step {state['step']})")
+            return make_result(folder, state, (folder / BEST).resolve())
+        return Trainer(recipe, assemble(recipe, accelerator, say_once), accelerator).fit()

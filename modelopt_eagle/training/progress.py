@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from modelopt_eagle.common.console import clock, say, terminal_bar
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import MissingExtraError
-
-
-def clock(seconds: float) -> str:
-    """``h:mm:ss``, or ``m:ss`` below an hour."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 class ProgressView:
@@ -20,47 +14,36 @@ class ProgressView:
 
     Args:
         total_steps: of the run.
-        visible: whether this process prints.
-        stream: where to; a bar of rich is drawn if it is a terminal.
+        visible: whether this process says anything.
     """
 
-    def __init__(self, total_steps: int, visible: bool = True, stream=None):
+    LAYOUT = "{desc} |{bar:24}|{postfix}"
+
+    def __init__(self, total_steps: int, visible: bool = True):
         self.total_steps, self.visible = total_steps, visible
-        self.stream = sys.stderr if stream is None else stream
-        self._bar = self._task = None
+        self._bar = None
 
     def __enter__(self) -> ProgressView:
-        if self.visible and self.stream.isatty():
-            progress = require_extra("rich.progress", "train")
-            console = require_extra("rich.console", "train").Console(file=self.stream)
-            self._bar = progress.Progress(
-                progress.TextColumn("train"),
-                progress.BarColumn(bar_width=24),
-                progress.TextColumn("{task.fields[text]}"),
-                console=console,
-                transient=False,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("train", total=1.0, text="")
+        if self.visible:
+            self._bar = terminal_bar(1.0, "train", self.LAYOUT)
         return self
 
     def __exit__(self, *exception) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.close()
+            self._bar = None
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        if not self.visible:
-            return
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=self.stream, flush=True)
+        if self.visible:
+            say(line)
 
     def update(self, share: float, text: str) -> None:
         """Move the bar; nothing happens without a terminal."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=share, text=text)
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.n = share
+            self._bar.refresh()
 
     def log_line(self, text: str) -> None:
         """A line for a log file; a terminal shows the same in its bar."""
