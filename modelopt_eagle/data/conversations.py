@@ -61,18 +61,24 @@ def read_conversations(
 
 
 def conversations_of(
-    rows: Iterable[Mapping],
+    rows: Iterable[Mapping | Sequence[Mapping]],
     *,
+    name: str = "rows",
     unknown_role: str = "fail",
     role_aliases: Mapping[str, str] | None = None,
     max_rows: int | None = None,
 ) -> ConversationSet:
-    """The same for rows in memory: dictionaries as they would stand in a file; places are ``rows[number]``.
+    """The same for rows in memory: see :func:`~modelopt_eagle.data.files.rows_in_memory`.
+
+    Args:
+        rows: dictionaries as they would stand in a file, or lists of messages.
+        name: what messages call them; places are ``rows[number]``.
+        unknown_role, role_aliases, max_rows: as for :func:`read_conversations`.
 
     Raises:
         DataError: as :func:`read_conversations`, or something that is no dictionary.
     """
-    return _collect(rows_in_memory(rows), unknown_role, role_aliases, max_rows)
+    return _collect(rows_in_memory(rows, name), unknown_role, role_aliases, max_rows)
 
 
 def _collect(

@@ -145,15 +145,16 @@ def prepare_dataset(
 
 def prepare_rows(
     tokenizer,
-    rows: Iterable[Mapping],
+    rows: Iterable[Mapping | Sequence[Mapping]],
     *,
+    name: str = "rows",
     unknown_role: str = "fail",
     role_aliases: dict[str, str] | None = None,
     max_rows: int | None = None,
     **options,
 ) -> TokenizedDataset:
-    """:func:`prepare_dataset` for rows in memory: dictionaries as they would stand in a file, a list or a generator."""
-    found = conversations_of(rows, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows)
+    """:func:`prepare_dataset` for rows in memory: see :func:`~modelopt_eagle.data.files.rows_in_memory`."""
+    found = conversations_of(rows, name=name, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows)
     return tokenize_conversations(tokenizer, found, **options)
 
 

@@ -17,6 +17,9 @@ from modelopt_eagle.errors import DataError
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 """Files that the package ships."""
 
+IN_MEMORY = "in-memory"
+"""What a recipe says in place of a file where the rows were given in Python."""
+
 _HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
 
@@ -48,6 +51,10 @@ def read_rows(
     if not sources:
         raise DataError("no data file was given; name at least one .jsonl file (data.path in the recipe, --data here)")
     for source in sources:
+        if source == IN_MEMORY:
+            raise DataError(
+                "the rows of this recipe were given in Python: name a file as data.train_path, or give data= again"
+            )
         source = (names or {}).get(str(source), source)
         path = Path(source).expanduser()
         if path.is_dir():
@@ -62,16 +69,40 @@ def read_rows(
             )
 
 
-def rows_in_memory(rows: Iterable[Mapping]) -> Iterator[SourceRow]:
-    """Yield dictionaries as rows; file names in them are relative to the working folder.
+def rows_in_memory(rows: Iterable[Mapping | Sequence[Mapping]], name: str = "rows") -> Iterator[SourceRow]:
+    """Yield rows that a program holds, in order; file names in them are relative to the working folder.
+
+    Args:
+        rows: dictionaries as they would stand in a file, or lists of messages: a list, a generator, a
+            ``datasets.Dataset``.
+        name: what messages call them: ``rows[3]`` is the fourth.
 
     Raises:
-        DataError: something that is no dictionary.
+        DataError: something that is no row.
     """
+    if isinstance(rows, Mapping):  # one row, or a DatasetDict
+        found = ", ".join(map(str, rows)) or "none"
+        raise DataError(
+            f"{name}: expected a list of rows, found a mapping with the keys {found}; give one split of a data set, "
+            f"such as {name}['train'], or put a single row into a list"
+        )
+    if isinstance(rows, (str, bytes, Path)) or not isinstance(rows, Iterable):
+        raise DataError(f"{name}: expected a list of rows, found {type(rows).__name__}")
     for index, value in enumerate(rows):
-        if not isinstance(value, Mapping):
-            raise DataError(f"rows[{index}]: expected a dictionary as a row, found {type(value).__name__}")
-        yield SourceRow(dict(value), f"rows[{index}]")
+        place = f"{name}[{index}]"
+        yield SourceRow(_row_in_memory(value, place), place)
+
+
+def _row_in_memory(value: object, place: str) -> dict:
+    if isinstance(value, Mapping):
+        if value.keys() & {"role", "from"} and not value.keys() & {"messages", "conversations"}:
+            raise DataError(f"{place} is a single message; expected conversations, each a list of messages")
+        return dict(value)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(turn, Mapping) for turn in value):
+        return {"messages": [dict(turn) for turn in value]}
+    raise DataError(
+        f"{place}: expected a dictionary as a row, found {type(value).__name__} (a list of messages will do)"
+    )
 
 
 def _read_file(path: Path) -> Iterator[SourceRow]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,20 @@ from pydantic import ValidationError
 
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe.names import nearest, nearest_key, nearest_section
-from modelopt_eagle.recipe.schema import Recipe
+from modelopt_eagle.recipe.schema import Recipe, default_output_dir
 from modelopt_eagle.recipe.section import accepted_types
 from modelopt_eagle.recipe.yaml_file import parse_value, read_yaml
 
 OVERRIDE = "override"
+GIVEN = "given in Python"
 
 
-def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe and apply overrides.
 
     Args:
-        path: a YAML file, the name of a shipped recipe (``"quickstart"``), or None for the schema's defaults.
+        path: a YAML file, the name of a shipped recipe (``"quickstart"``), sections as a mapping
+            (``{"training": {"epochs": 2}}``), or None for the schema's defaults.
         overrides: ``section.key=value`` strings; the value is YAML, then typed by the schema. Later ones win.
             Keys below a mapping may be named: ``data.role_aliases.my_model=assistant``.
 
@@ -35,7 +37,9 @@ def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -
     """
     content: dict[str, Any] = {}
     places: dict[str, str] = {}
-    if path is not None:
+    if isinstance(path, Mapping):
+        content, path = dict(path), GIVEN
+    elif path is not None:
         path = find_recipe(path)
         content, lines = read_yaml(path)
         places = {name: f"{path}:{line}" for name, line in lines.items()}
@@ -56,6 +60,37 @@ def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -
         raise RecipeError(_explain(error, places, texts, path)) from None
     recipe._origin = origin
     return recipe
+
+
+def as_recipe(value: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
+    """A recipe as it is, or what :func:`load_recipe` makes of a mapping, a file or a shipped recipe's name."""
+    return value if isinstance(value, Recipe) else load_recipe(value)
+
+
+def replaced(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """A copy of a recipe with other values, which are checked as those of a file are; the recipe stays as it is.
+
+    The output folder follows another ``model.base_model`` unless it was named.
+
+    Args:
+        recipe: a checked recipe.
+        changes: ``section.key`` → value; their origin becomes ``given in Python``.
+
+    Raises:
+        RecipeError: the values do not fit together.
+    """
+    content = recipe.model_dump()
+    if content["training"]["output_dir"] == default_output_dir(recipe.model.base_model):
+        content["training"]["output_dir"] = None
+    for name, value in changes.items():
+        section, key = name.split(".")
+        content[section][key] = value
+    try:
+        copied = Recipe.model_validate(content)
+    except ValidationError as error:
+        raise RecipeError(_explain(error, {}, {}, None)) from None
+    copied._origin = {**recipe._origin, **dict.fromkeys(changes, GIVEN)}
+    return copied
 
 
 def recipe_folder() -> Path:

@@ -366,6 +366,12 @@ class EagleSection(Section):
         return self.in_vocab_only or self.convention == "eagle"
 
 
+def default_output_dir(base_model: str) -> str:
+    """The output folder of a run that names none."""
+    name = re.sub(r"[^\w.-]+", "-", Path(base_model).name) or "target"
+    return f"ckpts/{name}-eagle3"
+
+
 class Recipe(Section):
     """A whole run. ``origin`` says of each ``section.key`` where its value comes from."""
 
@@ -398,8 +404,7 @@ class Recipe(Section):
             f"validation.topk {topk} is larger than the draft vocabulary: choose at most {vocab}",
         )
         if self.training.output_dir is None:
-            name = re.sub(r"[^\w.-]+", "-", Path(self.model.base_model).name) or "target"
-            self.training.output_dir = f"ckpts/{name}-eagle3"
+            self.training.output_dir = default_output_dir(self.model.base_model)
         return self
 
     def __eq__(self, other: object) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 from data_toy import write_lines
 
@@ -103,6 +104,29 @@ def test_rows_in_memory_are_read_like_a_file(tmp_path):
     assert [row.id for row in made.rows] == ["row-000000", "row-000001"]
     with pytest.raises(DataError, match=r"rows\[1\]: expected a dictionary as a row, found str"):
         conversations_of([GOOD, "text"])
+
+
+def test_rows_in_memory_may_be_lists_of_messages_and_data_sets():
+    messages = GOOD["messages"]
+    listed = conversations_of([messages, tuple(messages)], name="data")
+    held = conversations_of(datasets.Dataset.from_list([{"messages": messages, "category": "math"}] * 2))
+    streamed = conversations_of(
+        datasets.Dataset.from_list([{"messages": messages}] * 3).to_iterable_dataset(), max_rows=2
+    )
+    for found in (listed, held, streamed):
+        assert [row.messages for row in found.rows] == [listed.rows[0].messages] * 2
+    assert listed.rows[1].place == "data[1]" and held.rows[0].category == "math"
+    for rows, says in (
+        (messages, r"data\[0\] is a single message"),
+        ({"train": [], "test": []}, r"data: .* mapping with the keys train, test; give one split .* data\['train'\]"),
+        ("data.jsonl", "data: expected a list of rows, found str"),
+        (None, "data: expected a list of rows, found NoneType"),
+        ([[]], r"data\[0\]: expected a dictionary as a row, found list"),
+    ):
+        with pytest.raises(DataError, match=says):
+            conversations_of(rows, name="data")
+    with pytest.raises(DataError, match="were given in Python"):
+        read_conversations("in-memory")
 
 
 def test_an_unknown_role_fails_is_dropped_or_is_mapped(tmp_path):

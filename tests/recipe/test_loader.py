@@ -3,7 +3,7 @@
 import pytest
 
 from modelopt_eagle.errors import EagleError, RecipeError
-from modelopt_eagle.recipe import Recipe, load_recipe
+from modelopt_eagle.recipe import Recipe, as_recipe, load_recipe, replaced
 
 
 def write(tmp_path, text, name="recipe.yaml"):
@@ -23,6 +23,29 @@ def test_defaults_are_a_whole_recipe():
     assert recipe == Recipe()
     assert recipe.model.base_model == "quickstart" and recipe.training.output_dir == "ckpts/quickstart-eagle3"
     assert set(recipe.origin.values()) == {"default"} and len(recipe.origin) == len(Recipe.keys())
+
+
+def test_a_mapping_is_a_recipe():
+    recipe = as_recipe({"training": {"epochs": 2}, "data": {"role_aliases": {"bot": "assistant"}}, "export": None})
+    assert recipe.training.epochs == 2 and recipe.data.role_aliases == {"bot": "assistant"}
+    assert recipe.origin["training.epochs"] == "given in Python" and recipe.origin["training.seed"] == "default"
+    assert as_recipe(recipe) is recipe and as_recipe("quickstart") == load_recipe("quickstart")
+    with pytest.raises(RecipeError, match="training.epochz.*nearest valid name: epochs|epochz.*epochs"):
+        as_recipe({"training": {"epochz": 2}})
+    with pytest.raises(RecipeError, match="unknown section 'trainin'; nearest: training"):
+        as_recipe({"trainin": {}})
+
+
+def test_values_are_replaced_in_a_copy():
+    recipe = load_recipe(None, ["training.seed=7"])
+    other = replaced(recipe, {"model.base_model": "mine/head"})
+    assert (other.model.base_model, other.training.output_dir) == ("mine/head", "ckpts/head-eagle3")
+    assert (other.origin["model.base_model"], other.origin["training.seed"]) == ("given in Python", "override")
+    assert recipe.model.base_model == "quickstart" and recipe.training.output_dir == "ckpts/quickstart-eagle3"
+    kept = replaced(load_recipe(None, ["training.output_dir=here"]), {"model.base_model": "mine/head"})
+    assert kept.training.output_dir == "here"
+    with pytest.raises(RecipeError, match="draft_init"):
+        replaced(recipe, {"model.draft_init_vocab": "rebuild"})
 
 
 def test_origin_of_each_value(tmp_path):
