@@ -37,10 +37,16 @@ class Choice:
 def first_tokens(logits: Tensor, requests: list[Request]) -> Tensor:
     """``[B]`` int64: each request's next token from logits ``[B, V]``."""
     if all(request.sampling.greedy for request in requests):
-        return logits.argmax(-1)
+        return likeliest(logits)
     probabilities = shape_probabilities(logits[:, None], [request.sampling for request in requests])
     root = chain_tree(torch.zeros(len(requests), 1, dtype=torch.int64, device=logits.device))
     return sample_and_match(root, probabilities, draw_uniforms(requests, 1, logits.device)).tokens[:, 0].long()
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The first largest logit's token ``[...]`` int64 of ``[..., V]``; -1 where one is NaN, which is no choice."""
+    value, token = logits.max(-1)
+    return token.masked_fill_(value.isnan(), -1)
 
 
 def choose_chain(nodes: Tensor, logits: Tensor, features: Tensor, requests: list[Request]) -> Choice:
@@ -53,17 +59,18 @@ def choose_chain(nodes: Tensor, logits: Tensor, features: Tensor, requests: list
     """
     if not all(request.sampling.greedy for request in requests):
         return _choice(_sample(RoundTree(chain_tree(nodes), None), logits, requests), features)
-    predict = logits.argmax(-1)  # [B,K+1]
+    predict = likeliest(logits)  # [B,K+1]
     agreed = (predict[:, :-1] == nodes[:, 1:]).cumprod(1).sum(1)  # [B]
     accepted = agreed.tolist()
     emitted = [row[: count + 1] for row, count in zip(predict.tolist(), accepted, strict=True)]
-    return Choice(emitted, accepted, predict, features, predict.gather(1, agreed[:, None])[:, 0])
+    last = predict.gather(1, agreed[:, None])[:, 0]  # [B]
+    return Choice(emitted, accepted, predict.clamp(min=0), features, last)
 
 
 def choose_tree(drafted: RoundTree, logits: Tensor, features: Tensor, requests: list[Request]) -> Choice:
     """Acceptance of a tree; logits ``[B, N, V]`` and features ``[B, N, A·Ht]`` by node."""
     if all(request.sampling.greedy for request in requests):
-        return _choice(verify_greedy(drafted.tree, logits.argmax(-1)), features)
+        return _choice(verify_greedy(drafted.tree, likeliest(logits)), features)
     return _choice(_sample(drafted, logits, requests), features)
 
 

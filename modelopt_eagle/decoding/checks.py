@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from modelopt_eagle.decoding.requests import Request
+from modelopt_eagle.decoding.supported import check_shape, position_limit
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError
@@ -15,7 +16,8 @@ def check_pair(target: Target, draft: EagleModule, plan: DraftPlan) -> None:
     """Check that the head was made for this target and can draft this plan.
 
     Raises:
-        DecodingError: other vocabulary, width, tokenizer or layers, or a branching above the draft vocabulary.
+        DecodingError: other vocabulary, width, tokenizer or layers, a branching above the draft vocabulary, or a tree
+            that the target cannot read.
         CheckpointError: the head's vocabulary map is unset.
     """
     config = draft.config
@@ -41,28 +43,37 @@ def check_pair(target: Target, draft: EagleModule, plan: DraftPlan) -> None:
         raise DecodingError(
             f"topk must be at most the draft vocabulary, {config.draft_vocab_size} tokens, found {plan.topk}"
         )
+    check_shape(target, siblings=has_siblings(plan), ragged=False, slots=None)
+
+
+def has_siblings(plan: DraftPlan) -> bool:
+    """Whether a plan's nodes may have siblings."""
+    return plan.is_tree and plan.topk > 1
 
 
 def check_lengths(target: Target, requests: list[Request], plan: DraftPlan, cache_length: int | None) -> int:
-    """Slots a request needs: prompt, new tokens and the nodes of the last round.
+    """Slots a request needs: prompt, new tokens and the nodes of the last round. Each request is told how many
+    positions its target has.
 
     Returns:
         The capacity to allocate.
 
     Raises:
-        DecodingError: more than the cache was given, or positions that the target was not made for.
+        DecodingError: more than the cache was given, positions that the target was not made for, or rows and trees
+            that it cannot read (``supported.py``).
     """
-    tokens = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    prompts = [len(request.prompt) for request in requests]
+    each = [len(request.prompt) + request.max_new_tokens for request in requests]
+    tokens = max(each)
     needed = tokens + plan.num_nodes
-    limit = getattr(target.config, "max_position_embeddings", None)
-    if limit is not None and tokens > limit:
-        raise DecodingError(
-            f"prompt and max_new_tokens make {tokens} positions, {target.name} was made for {limit}: "
-            "shorten the prompt or lower max_new_tokens"
-        )
+    limit = position_limit(target, prompts, each)
+    ragged = len(requests) > 1 if plan.depth else len(set(prompts)) > 1
+    check_shape(target, has_siblings(plan), ragged, needed, len(requests))
     if cache_length is not None and needed > cache_length:
         raise DecodingError(
             f"cache_length is {cache_length}, but {needed} slots are needed: {tokens} for prompt and new tokens and "
             f"{plan.num_nodes} for the nodes of a round; raise cache_length, or lower max_new_tokens or num_nodes"
         )
+    for request in requests:
+        request.position_limit = limit
     return needed

@@ -133,8 +133,6 @@ class PseudoSpeculativeGenerator:
             raise DecodingError(f"{len(requests)} requests, but there are {self.max_batch} slots: raise max_batch")
         if images is not None and len(requests) > 1:
             raise DecodingError(f"a prompt with images is answered alone, found {len(requests)} prompts: one a call")
-        if isinstance(stop_strings, str):
-            raise DecodingError(f"stop_strings is a list of texts: pass [{stop_strings!r}]")
         rule = StopRule(end_token_ids(self.target, eos_token_id), stop_strings, self.target.tokenizer)
         capacity = check_lengths(self.target, requests, self.plan, self.cache_length)
         timings = Timings()

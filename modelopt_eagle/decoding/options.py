@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+
+from torch import Tensor
 
 from modelopt_eagle.errors import DecodingError
 
@@ -25,9 +28,13 @@ class SamplingOptions:
     min_p: float = 0.0
 
     def __post_init__(self):
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise DecodingError(f"{name} must be a number, found {value!r}")
         if not 0 <= self.temperature < float("inf"):
             raise DecodingError(f"temperature must be finite and at least 0, found {self.temperature}")
-        if isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 0:
+        if not 0 <= self.top_k < float("inf") or int(self.top_k) != self.top_k:
             raise DecodingError(f"top_k must be an integer of at least 0 (0: all tokens), found {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise DecodingError(f"top_p must lie in (0, 1], found {self.top_p}")
@@ -41,12 +48,14 @@ class SamplingOptions:
 
 
 def per_request(name: str, value, count: int) -> list:
-    """One value a request: a single value for all of them, or a sequence of ``count``.
+    """One value a request: a single value for all of them, or a sequence (or 1-D tensor) of ``count``.
 
     Raises:
         DecodingError: a sequence of another length.
     """
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if len(value) != count:
             raise DecodingError(
                 f"{name} has {len(value)} values for {count} requests: pass one value, or one a request"

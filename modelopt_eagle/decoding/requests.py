@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +30,13 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    position_limit: int | None = None
+    """Positions that the target has; drafts behind the last are not counted."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the target has read: all but the last emitted one."""
+        return len(self.prompt) + len(self.tokens) - 1
 
     def uniforms(self, count: int) -> Tensor:
         """``[count]`` float64 numbers in [0, 1) of this request's own stream; 0 if greedy."""
@@ -45,12 +54,17 @@ class StopRule:
         tokenizer: needed for stop strings.
 
     Raises:
-        DecodingError: stop strings without a tokenizer, or an empty one.
+        DecodingError: stop strings without a tokenizer, an empty one, or what is no list of texts.
     """
 
     def __init__(self, end_ids: Sequence[int], stop_strings: Sequence[str], tokenizer):
         self.end_ids = frozenset(end_ids)
+        if isinstance(stop_strings, (str, bytes)):
+            raise DecodingError(f"stop_strings is a list of texts: pass [{stop_strings!r}]")
         self.stop_strings = tuple(stop_strings)
+        wrong = [text for text in self.stop_strings if not isinstance(text, str)]
+        if wrong:
+            raise DecodingError(f"stop_strings is a list of texts (str), found {wrong[0]!r} in it")
         self.tokenizer = tokenizer
         if any(not text for text in self.stop_strings):
             raise DecodingError("an empty stop string would stop at once: remove it")
@@ -68,10 +82,21 @@ class StopRule:
 
         Returns:
             The tokens kept; ``request.finish_reason`` is set if it ended.
+
+        Raises:
+            DecodingError: the target's logits were not numbers (a token of -1).
         """
         room = request.max_new_tokens - len(request.tokens)
         kept, counted = [], accepted
+        if accepted is not None and request.position_limit is not None:
+            counted = min(accepted, request.position_limit - request.length)
         for place, token in enumerate(new_tokens):
+            if token < 0:
+                raise DecodingError(
+                    f"request {request.index}: after {len(request.tokens)} new tokens the target's logits are not "
+                    "numbers (NaN or infinite), so there is no next token: load it in bfloat16 or float32 if it runs "
+                    "in float16, and check its weights"
+                )
             kept.append(token)
             request.tokens.append(token)
             if token in self.end_ids:
@@ -99,6 +124,7 @@ def make_requests(
     Raises:
         DecodingError: no or empty prompts, ids outside the vocabulary, or a bad option.
     """
+    check_seed(seed)
     prompts = read_prompts(input_ids, attention_mask, target.vocab_size)
     count = len(prompts)
     limits = per_request("max_new_tokens", max_new_tokens, count)
@@ -109,7 +135,7 @@ def make_requests(
         per_request(name, value, count)
         for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
     ]
-    requests = []
+    requests, copies = [], Counter()
     for index, (prompt, limit, *sampling) in enumerate(zip(prompts, limits, *columns, strict=True)):
         options = SamplingOptions(*sampling)
         generator = None
@@ -118,9 +144,27 @@ def make_requests(
             if seed is None:
                 generator.seed()
             else:
-                generator.manual_seed(seed * 1_000_003 + index)
+                generator.manual_seed(stream_seed(seed, prompt, copies[tuple(prompt)]))
+        copies[tuple(prompt)] += 1
         requests.append(Request(index, prompt, limit, options, generator))
     return requests
+
+
+def check_seed(seed) -> None:
+    """Raise DecodingError unless a seed is ``None`` or an integer of 0 to 2^64 - 1."""
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise DecodingError(f"seed must be None or an integer from 0 to 2^64 - 1, found {seed!r}")
+
+
+def stream_seed(seed: int, prompt: Sequence[int], copy: int) -> int:
+    """What a request's stream of random numbers starts from: the seed, the prompt, and which copy of it this is.
+
+    So a prompt samples the same text wherever it stands in a batch, and two equal prompts two texts.
+    """
+    text = f"{seed} {copy} " + " ".join(map(str, prompt))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def read_prompts(input_ids, attention_mask, vocab_size: int) -> list[list[int]]:
@@ -170,7 +214,11 @@ def read_prompts(input_ids, attention_mask, vocab_size: int) -> list[list[int]]:
 
 
 def end_token_ids(target: Target, eos_token_id) -> list[int]:
-    """The ids that end an answer: the given ones (an empty list: none), else the model's own, as ``generate`` takes."""
+    """The ids that end an answer: the given ones (an empty list: none), else the model's own, as ``generate`` takes.
+
+    Raises:
+        DecodingError: given ids that are no tokens of the target.
+    """
     if eos_token_id is None:
         settings = getattr(target.model, "generation_config", None)
         eos_token_id = getattr(settings, "eos_token_id", None)
@@ -178,6 +226,17 @@ def end_token_ids(target: Target, eos_token_id) -> list[int]:
             eos_token_id = getattr(target.config, "eos_token_id", None)
         if eos_token_id is None and target.tokenizer is not None:
             eos_token_id = target.tokenizer.eos_token_id
-    if eos_token_id is None:
-        return []
-    return [int(eos_token_id)] if isinstance(eos_token_id, int) else [int(i) for i in eos_token_id]
+        own = () if eos_token_id is None else eos_token_id
+        return [int(own)] if isinstance(own, int) else [int(i) for i in own]
+    if isinstance(eos_token_id, Tensor):
+        eos_token_id = eos_token_id.tolist()
+    ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, set, frozenset)):
+        raise DecodingError(f"eos_token_id must be a token id or a list of them, found {eos_token_id!r}")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < target.vocab_size:
+            raise DecodingError(
+                f"eos_token_id {token!r} is no token of {target.name}: ids are integers from 0 to "
+                f"{target.vocab_size - 1}; [] ends at no token"
+            )
+    return list(ids)

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.modes import evaluating
 from modelopt_eagle.decoding.accept import Choice, choose_chain, choose_tree, first_tokens
 from modelopt_eagle.decoding.masks import causal
 from modelopt_eagle.decoding.output import Timings
@@ -127,8 +128,7 @@ class DraftedRounds(Rounds):
         self.sees, self.depths = causal(plan.num_nodes, target.device)  # of a chain
 
     def __enter__(self):
-        self._stack.callback(self.draft.train, self.draft.training)
-        self.draft.eval()
+        self._stack.enter_context(evaluating(self.draft))
         return super().__enter__()
 
     def after_prefill(self, tokens: Tensor, aux: Tensor | None, first: Tensor) -> None:

@@ -55,7 +55,7 @@ class RowLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens before this forward pass (of the longest row)."""
-        return self.place.start if self.place.start is not None else self.place.width
+        return self.place.longest
 
     def get_max_length(self) -> int:
         """Slots a row."""
@@ -73,7 +73,7 @@ class Placement:
     Attributes:
         start: the slot of the first new token when all rows agree, else ``None``.
         rows, slots: ``[B, 1]`` and ``[B, n]`` int64 when they do not.
-        width: slots read, ``max(length) + n``.
+        width, longest: slots read, ``max(length) + n``, and ``max(length)``.
         pools: the tensors.
     """
 
@@ -81,7 +81,7 @@ class Placement:
         self.capacity, self.shared = capacity, shared
         self.start: int | None = 0
         self.rows = self.slots = None
-        self.width = 0
+        self.width = self.longest = 0
         self.pools: list[Tensor] = []
         self._open: dict[tuple, tuple[int, int]] = {}  # kind of state -> its pool and the layers already in it
 
@@ -133,8 +133,8 @@ class RowCache(Cache):
                 f"the KV cache holds {place.capacity} tokens a request, {width} are needed for {count} nodes behind "
                 f"{max(lengths)} tokens: ask for fewer new tokens or nodes, or a larger cache_length"
             )
-        before = place.start, place.rows, place.slots, place.width
-        place.width = width
+        before = place.start, place.rows, place.slots, place.width, place.longest
+        place.width, place.longest = width, max(lengths)
         if len(set(lengths)) == 1:
             place.start, place.rows, place.slots = lengths[0], None, None
         else:
@@ -145,7 +145,7 @@ class RowCache(Cache):
         try:
             yield
         finally:
-            place.start, place.rows, place.slots, place.width = before
+            place.start, place.rows, place.slots, place.width, place.longest = before
 
     def keep(self, rows: Tensor) -> None:
         """Keep the rows ``[b]`` int64 and forget the others."""

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from modelopt_eagle.decoding.options import SamplingOptions
 
+COLDEST = torch.finfo(torch.float32).tiny
+"""Temperatures below are taken as this one: the likeliest token has all the mass, but for exact ties."""
+
 
 def shape_probabilities(logits: Tensor, options: list[SamplingOptions]) -> Tensor:
     """Probabilities after each request's temperature and filters, in the order of transformers' ``generate``.
@@ -20,8 +23,9 @@ def shape_probabilities(logits: Tensor, options: list[SamplingOptions]) -> Tenso
     """
     logits = logits.float()
     device = logits.device
-    temperature = torch.tensor([o.temperature or 1.0 for o in options], device=device)[:, None, None]
-    scaled = logits / temperature  # [B,N,V]
+    heat = [max(o.temperature, COLDEST) if o.temperature else 1.0 for o in options]
+    temperature = torch.tensor(heat, device=device)[:, None, None]
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature  # [B,N,V] at most 0, so that none overflows
     if any(o.top_k for o in options):
         scaled = _keep_top_k(scaled, [o.top_k for o in options])
     if any(o.top_p < 1 for o in options):

@@ -8,9 +8,11 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.modes import evaluating
 from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
 from modelopt_eagle.decoding.masks import attention_kinds, kind_masks
 from modelopt_eagle.decoding.row_cache import RowCache
+from modelopt_eagle.decoding.supported import run_limit, takes_no_mask
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
@@ -40,14 +42,15 @@ class TargetRunner:
         self._cache_name = cache_argument(target)
         self._keeps_logits = "logits_to_keep" in parameters
         self.kinds = attention_kinds(target.config)
+        self._own_mask = takes_no_mask(target)
+        self.position_limit = run_limit(target, capacity - num_nodes)
         self.cache = RowCache(target.num_layers, capacity, alike=len(self.kinds) == 1)
         self.num_nodes, self.buffer = num_nodes, None
         self.shift = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> TargetRunner:
-        self._stack.callback(self.model.train, self.model.training)
-        self.model.eval()
+        self._stack.enter_context(evaluating(self.model))
         return self
 
     def __exit__(self, *exception) -> None:
@@ -107,12 +110,15 @@ class TargetRunner:
             logits ``[B, N, V]`` and features ``[B, N, A·Ht]``.
         """
         batch, count = tokens.shape
-        if len(set(lengths)) == 1:
-            positions = (depths + (lengths[0] + self.shift)).expand(batch, -1)  # [B,N]
-            if count == 1 and self.kinds == {"full_attention": None}:  # a single token sees everything
-                return self._forward(tokens, lengths, None, positions, {})
-        else:
-            positions = depths + (torch.tensor(lengths, device=tokens.device) + self.shift)[:, None]  # [B,N]
+        even = len(set(lengths)) == 1
+        first = lengths[0] if even else torch.tensor(lengths, device=tokens.device)[:, None]
+        positions = (depths + first).expand(batch, -1)  # [B,N]
+        if self.position_limit is not None and max(lengths) + count > self.position_limit:
+            positions = positions.clamp(max=self.position_limit - 1)  # such a node can only draft what is cut off
+        positions = positions + self.shift
+        alone = count == 1 and self.kinds == {"full_attention": None}  # a single token sees everything
+        if even and (alone or self._own_mask):
+            return self._forward(tokens, lengths, None, positions, {})
         masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype)
         return self._forward(tokens, lengths, masks, positions, {})
 
