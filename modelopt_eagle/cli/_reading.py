@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, parse_ids
-from modelopt_eagle.export.vocabulary import CONVENTIONS
+from modelopt_eagle.export.tensors import CONVENTIONS
 
 
 def add_reading_options(parser: argparse.ArgumentParser, base_model: bool = True) -> None:

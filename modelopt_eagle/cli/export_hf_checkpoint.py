@@ -95,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     from modelopt_eagle.cli._reading import reading_options
     from modelopt_eagle.export import export_checkpoint, read_head
+    from modelopt_eagle.export.card import licence_of
     from modelopt_eagle.export.engines.versions import parse_versions
-    from modelopt_eagle.export.licence import licence_of
 
     rope_scaling = parse_rope_scaling(arguments.rope_scaling)
     options, target = reading_options(arguments)

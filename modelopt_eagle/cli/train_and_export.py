@@ -210,7 +210,7 @@ def write_whole(file: Path, text: str) -> None:
 def export(recipe: Recipe, result, measured: dict | None) -> None:
     """Write the folder that engines load, unless it holds this checkpoint already; then upload it if asked to."""
     from modelopt_eagle.export import export_checkpoint, load_draft
-    from modelopt_eagle.export.licence import licence_of
+    from modelopt_eagle.export.card import licence_of
     from modelopt_eagle.target import load_target_tables
     from modelopt_eagle.target.lora import FOLDER, check_adapter
 

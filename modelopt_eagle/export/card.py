@@ -1,21 +1,21 @@
-"""The model card: what the head was trained on, how much it is worth, and how to serve it in each engine."""
+"""The model card: what the head was trained on, how much it is worth, how to serve it in each engine, its licence."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
-from modelopt_eagle.draft import DraftConfig
-from modelopt_eagle.export.engines.check import SGLANG, TENSORRT_LLM, VLLM
-from modelopt_eagle.export.engines.versions import needed_version
-from modelopt_eagle.export.licence import licence_of
+import yaml
 
-TESTED = {
-    "vLLM": f"{VLLM.version} (run on a CPU)",
-    "SGLang": f"{SGLANG.version} (by its loader's rules)",
-    "TensorRT-LLM": f"{TENSORRT_LLM.version} (by its loader's rules)",
-}
-"""Engine versions that an export was held against; see docs/serving.md."""
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.export.engines import ENGINES
+from modelopt_eagle.export.engines.profile import Order
+from modelopt_eagle.export.engines.versions import needed_version
+
+LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
+QUICKSTART = ("quickstart", "HuggingFaceTB/SmolLM2-135M-Instruct")
+"""The bundled target under its short name and its own; its GGUF file says apache-2.0."""
 
 
 def acceptance_lines(report: dict[str, Any]) -> list[str]:
@@ -52,50 +52,20 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
 
 
 def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
-    """Serving commands, with the target's name and this folder's settings in place."""
-    adapted = "target_adapter" in config.extra
+    """Serving commands of every engine, with the target's name and this folder's settings in place."""
+    adapted, quantised = "target_adapter" in config.extra, "quantization_config" in data
     target = "MERGED_TARGET" if adapted else config.target_name or "TARGET"
-    ids = list(config.aux_layer_ids)
-    quantised = "quantization_config" in data
-    needs = {name: needed_version(name, config, quantised=quantised).text(name) for name in ("vllm", "sglang")}
-    return [
-        *(adapter_lines(config) if adapted else []),
-        f"{needs['vllm']}, tested with {TESTED['vLLM']}:",
-        "",
-        "```bash",
-        f"vllm serve {target} --speculative-config "
-        '\'{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}\'',
-        "```",
-        "",
-        f"{needs['sglang']}, tested with {TESTED['SGLang']}:",
-        "",
-        "```bash",
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\",
-        "    --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens 4",
-        "```",
-        "",
-        f"TensorRT-LLM, tested with {TESTED['TensorRT-LLM']}, by "
-        f"`trtllm-serve {target} --extra_llm_api_options serve.yaml` with",
-        "",
-        "```yaml",
-        "speculative_config:",
-        "  decoding_type: Eagle3",
-        "  max_draft_len: 3",
-        "  speculative_model: THIS_FOLDER",
-        f"  eagle3_layers_to_capture: {ids}",
-        "```",
-    ]
-
-
-VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for ``--max-lora-rank``."""
+    lines = adapter_lines(config) if adapted else []
+    for index, (key, engine) in enumerate(ENGINES.items()):
+        need = needed_version(key, config, quantised=quantised).text(key)
+        lines += [*([""] if index else []), *engine.serve(Order(target, config, need, engine.tested))]
+    return lines
 
 
 def adapter_lines(config: DraftConfig) -> list[str]:
-    """How to serve a head whose target was trained with it: the adapter merged, or given to vLLM as a LoRA module."""
+    """How to serve a head whose target was trained with it: the adapter merged, or given to an engine that adds it."""
     target, adapter = config.target_name or "TARGET", config.extra["target_adapter"]
-    rank = next((limit for limit in VLLM_LORA_RANKS if limit >= adapter["rank"]), adapter["rank"])
+    others = [engine.serve_adapted(target, adapter) for engine in ENGINES.values() if engine.serve_adapted]
     return [
         f"This head belongs to {target} **with the adapter in `target_adapter/`** (rank {adapter['rank']} on "
         f"{', '.join(adapter['modules'])} from layer {adapter['first']} on): they were trained together, and over the "
@@ -110,9 +80,8 @@ def adapter_lines(config: DraftConfig) -> list[str]:
         f'AutoTokenizer.from_pretrained("{target}").save_pretrained("MERGED_TARGET")',
         "```",
         "",
-        f"or let vLLM add it: `vllm serve {target} --enable-lora --max-lora-rank {rank} --lora-modules "
-        "adapted=THIS_FOLDER/target_adapter --speculative-config ...`, with `adapted` as the model of each request.",
-        "",
+        *others,
+        *([""] if others else []),
     ]
 
 
@@ -175,3 +144,54 @@ def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, A
         "",
     ]
     return "\n".join(parts)
+
+
+def front_matter(readme: Path) -> dict:
+    """The metadata at the head of a model card; empty if there is none that can be read."""
+    try:
+        text = readme.read_text(encoding="utf-8")
+        head = text.split("---", 2)[1] if text.startswith("---") and text.count("---") >= 2 else ""
+        data = yaml.safe_load(head)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def said_by(readme: Path) -> str | None:
+    """What a model card gives as its licence: ``license``, or the name that stands behind ``other``."""
+    data = front_matter(readme)
+    licence = data.get("license")
+    if licence == "other":
+        licence = data.get("license_name") or licence
+    return str(licence) if licence else None
+
+
+def licence_of(target: str | Path | None) -> str | None:
+    """The licence of a target; ``None`` if nothing on this machine says it. The network is not asked.
+
+    Args:
+        target: a local folder, a hub id whose card is in the hub's cache, ``quickstart``, or ``None``.
+    """
+    if target is None:
+        return None
+    if str(target) in QUICKSTART:
+        return "apache-2.0"
+    folder = Path(target).expanduser()
+    if folder.is_dir():
+        found = said_by(folder / "README.md")
+        if found:
+            return found
+        for name in LICENCE_FILES:
+            if (folder / name).is_file():
+                lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+                first = next((line.strip(" #\t") for line in lines if line.strip(" #\t")), "")
+                return f"{first} (its file {name})" if first else None
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(str(target), "README.md")
+    except HFValidationError:
+        return None
+    return said_by(Path(cached)) if isinstance(cached, str) else None

@@ -14,21 +14,13 @@ from modelopt_eagle.draft import DraftConfig, EagleModule, default_aux_layer_ids
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
-from modelopt_eagle.export.embedding import table_of, with_own_embedding, without_copy
+from modelopt_eagle.export.compare import compare, rebuilt
+from modelopt_eagle.export.fitting import table_of, target_identity, with_own_embedding, with_target, without_copy
 from modelopt_eagle.export.folders import whole_folder
 from modelopt_eagle.export.foreign import ReadOptions
 from modelopt_eagle.export.load import load_draft, read_head
-from modelopt_eagle.export.names import file_tensors
-from modelopt_eagle.export.universal import FLAGS, RECORD, dtype_name, parse_dtype, universal_config
-from modelopt_eagle.export.write import (
-    ExportReport,
-    compare,
-    export_checkpoint,
-    rebuilt,
-    target_identity,
-    with_target,
-    write_folder,
-)
+from modelopt_eagle.export.universal import FLAGS, RECORD, dtype_name, file_tensors, parse_dtype, universal_config
+from modelopt_eagle.export.write import ExportReport, export_checkpoint, write_folder
 
 FORMATS = ("universal", "speculators", "eagle")
 SPECULATORS_VERSION = "0.9.0"

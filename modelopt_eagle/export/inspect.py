@@ -8,16 +8,15 @@ from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, EagleError
-from modelopt_eagle.export.engines.check import PROFILES, engine_reasons
-from modelopt_eagle.export.engines.quantisation import is_quantised, scaled_layers
+from modelopt_eagle.export.engines import ENGINES
+from modelopt_eagle.export.engines.check import engine_reasons
 from modelopt_eagle.export.engines.versions import needed_version
 from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import ReadOptions, detect_layout
 from modelopt_eagle.export.load import read_config, read_head
-from modelopt_eagle.export.names import module_tensors
-from modelopt_eagle.export.tensors import read_json, read_tensors
+from modelopt_eagle.export.quant_formats import is_quantised, scaled_layers
+from modelopt_eagle.export.tensors import map_kind, module_tensors, read_json, read_tensors
 from modelopt_eagle.export.universal import aux_ids_of, dtype_name
-from modelopt_eagle.export.vocabulary import map_kind
 
 
 @dataclass
@@ -68,7 +67,7 @@ class Inspection:
                 config, quantised = DraftConfig.from_dict(self.config), self.quantised is not None
                 lines.append(f"needs       {needed_version(engine, config, quantised=quantised).text(engine)}")
         for engine, reasons in self.engines.items():
-            label = f"{engine} {PROFILES[engine].version}"
+            label = f"{engine} {ENGINES[engine].version}"
             lines.append(f"engine      {label}: " + ("serves it as trained" if not reasons else "does not:"))
             lines += [f"            - it {reason}" for reason in reasons]
         if self.problem:
@@ -122,7 +121,7 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
             found.quantised = quantised_text(stored)
             found.config = read_config(folder, stored, options or ReadOptions(), strict=False)[0].to_dict()
             found.aux_layer_ids = found.config["aux_layer_ids"]
-            found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in PROFILES}
+            found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in ENGINES}
             return found
         head = read_head(folder, options=options)
         found.config, found.left_out = head.config.to_dict(), head.left_out
@@ -136,5 +135,5 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
             except CheckpointError:
                 pass  # the contradiction is the problem above
     if not training and layout != "speculators":
-        found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in PROFILES}
+        found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in ENGINES}
     return found

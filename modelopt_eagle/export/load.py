@@ -10,14 +10,11 @@ from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import CheckpointError
-from modelopt_eagle.export.engines.quantisation import is_quantised
 from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config
-from modelopt_eagle.export.names import check_names, module_tensors
-from modelopt_eagle.export.quant_reader import unpacked, with_packed
-from modelopt_eagle.export.tensors import read_json, read_tensors
+from modelopt_eagle.export.quant_formats import is_quantised, unpacked, with_packed
+from modelopt_eagle.export.tensors import check_names, module_tensors, read_json, read_tensors, vocab_of
 from modelopt_eagle.export.universal import dtype_name, parse_dtype, parse_universal
-from modelopt_eagle.export.vocabulary import vocab_of
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 
 
@@ -93,6 +90,43 @@ def read_config(
     return foreign_config(data, renamed, layout, options, where, strict), layout, named
 
 
+def eagle3_module(
+    config: DraftConfig,
+    tensors: dict[str, Tensor],
+    where: str,
+    *,
+    dtype: torch.dtype | None = None,
+    convention: str | None = None,
+) -> EagleModule:
+    """The EAGLE-3 head of a config and its tensors, every name, shape, number and the map checked.
+
+    Args:
+        tensors: under the module's names, see :func:`~modelopt_eagle.export.tensors.module_tensors`.
+        where: what messages call the folder.
+        dtype: cast floating tensors to it; ``None`` keeps theirs.
+        convention: of ``d2t``, see :func:`~modelopt_eagle.export.tensors.vocab_of`.
+
+    Returns:
+        The head, with copies of the tensors.
+
+    Raises:
+        CheckpointError: tensors that are not those of the config, a broken map, numbers that are not finite.
+    """
+    vocab = vocab_of(tensors, config.draft_vocab_size, config.vocab_size, where, convention)
+    with torch.random.fork_rng(devices=[]):  # the initial numbers are overwritten; leave the caller's stream alone
+        module = EagleModule(config, vocab)
+    check_names(tensors, config, module, where)
+    state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    if dtype is not None:
+        state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    state = {name: tensor.clone() for name, tensor in state.items()}  # not a view of the file
+    bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise CheckpointError(f"{where}: {', '.join(bad[:4])} hold numbers that are not finite")
+    module.load_state_dict({**state, "d2t": vocab.d2t, "t2d": vocab.t2d}, assign=True)
+    return module
+
+
 def read_head(
     path: str | Path,
     *,
@@ -143,18 +177,7 @@ def read_head(
         )
     dtype = parse_dtype(dtype)
     stored_dtype = dtype or (check_dtype(tensors, named, where) if strict else None)
-    vocab = vocab_of(tensors, config.draft_vocab_size, config.vocab_size, where, options.d2t_convention)
-    with torch.random.fork_rng(devices=[]):  # the initial numbers are overwritten; leave the caller's stream alone
-        module = EagleModule(config, vocab)
-    check_names(tensors, config, module, where)
-    state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    if stored_dtype is not None:
-        state = {name: tensor.to(stored_dtype) for name, tensor in state.items()}
-    state = {name: tensor.clone() for name, tensor in state.items()}  # not a view of the file
-    bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
-    if bad:
-        raise CheckpointError(f"{where}: {', '.join(bad[:4])} hold numbers that are not finite")
-    module.load_state_dict({**state, "d2t": vocab.d2t, "t2d": vocab.t2d}, assign=True)
+    module = eagle3_module(config, tensors, where, dtype=stored_dtype, convention=options.d2t_convention)
     return LoadedHead(with_packed(module, packed) if packed else module, layout, folder, left_out)
 
 

@@ -8,7 +8,8 @@
   the target's hidden states hold a few very large numbers.
 
 :class:`QuantizedLinear` computes with the packed numbers themselves, in float32, so acceptance is measured with what is
-exported. Sources: nvidia-modelopt 0.47 ``qtensor``, vLLM 0.32 ``quantization/modelopt.py`` and ``compressed_tensors``.
+exported; :func:`unpacked` and :func:`with_packed` read a quantised folder so. Sources: nvidia-modelopt 0.47
+``qtensor``, vLLM 0.32 ``quantization/modelopt.py`` and ``compressed_tensors``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.export.tensors import module_name
+
 FORMATS = ("fp8", "nvfp4", "int8")
 FP8_MAX, FP4_MAX, INT8_MAX = 448.0, 6.0, 127.0
 BLOCK = 16
@@ -27,6 +32,9 @@ E2M1_EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Half-way points; a tie goes to the number whose last bit is zero."""
 ALGORITHMS = {"fp8": "FP8", "nvfp4": "NVFP4", "int8": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN"}
 """Names in ``hf_quant_config.json``."""
+SCALES = ("weight_scale", "weight_scale_2", "input_scale")
+FORMS = {torch.float8_e4m3fn: "fp8", torch.uint8: "nvfp4", torch.int8: "int8"}
+"""Format by the dtype of a packed weight."""
 
 
 def to_fp8(x: Tensor) -> Tensor:
@@ -163,3 +171,64 @@ def engine_config(form: str, excluded: list[str], producer: dict[str, str]) -> t
         "ignore": excluded,
         "producer": producer,
     }
+
+
+def is_quantised(names) -> bool:
+    """Whether a folder's tensor names are those of a quantised head."""
+    return any(name.rpartition(".")[2] in SCALES for name in names)
+
+
+def scaled_layers(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Layer name (module's own) to its ``weight`` and scales, for every layer that has a scale."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer, _, part = module_name(name).rpartition(".")
+        if part in SCALES:
+            layers.setdefault(layer, {})[part] = tensor
+    for name, tensor in tensors.items():
+        layer, _, part = module_name(name).rpartition(".")
+        if part == "weight" and layer in layers:
+            layers[layer]["weight"] = tensor
+    return layers
+
+
+def plain_shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a folder's tensors as they would be without quantisation."""
+    shapes = {}
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] not in SCALES:
+            shape = tuple(tensor.shape)
+            shapes[name] = (shape[0], shape[1] * 2) if tensor.dtype == torch.uint8 and len(shape) == 2 else shape
+    return shapes
+
+
+def unpacked(tensors: dict[str, Tensor], where: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """A folder's tensors with every packed weight as plain numbers, and the packed parts by layer (module's names).
+
+    Raises:
+        CheckpointError: a packed weight of a format that is not known here, or without its scales.
+    """
+    packed = scaled_layers(tensors)
+    plain = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] not in SCALES}
+    dtype = next((t.dtype for n, t in plain.items() if module_name(n) == "lm_head.weight"), torch.float32)
+    for name in plain:
+        layer, _, part = module_name(name).rpartition(".")
+        if part == "weight" and layer in packed:
+            try:
+                plain[name] = unpack(packed[layer], FORMS[packed[layer]["weight"].dtype]).to(dtype)
+            except (KeyError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"{where}: {name} is packed in a way that is not known here "
+                    f"({packed[layer]['weight'].dtype} with {', '.join(sorted(set(packed[layer]) - {'weight'}))})"
+                ) from error
+    return plain, packed
+
+
+def with_packed(module: EagleModule, packed: dict[str, dict[str, Tensor]]) -> EagleModule:
+    """The module with a :class:`QuantizedLinear` for every packed layer (changed in place)."""
+    for name, parts in packed.items():
+        parent, _, child = name.rpartition(".")
+        holder = module.get_submodule(parent) if parent else module
+        form = FORMS[parts["weight"].dtype]
+        setattr(holder, child, QuantizedLinear(parts, getattr(holder, child).bias, form))
+    return module.eval()

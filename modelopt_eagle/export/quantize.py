@@ -14,23 +14,23 @@ from torch import Tensor, nn
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft.eagle3.rollout import rollout
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
-from modelopt_eagle.export.embedding import table_of, without_copy
-from modelopt_eagle.export.engines.check import PROFILES, engine_notes
-from modelopt_eagle.export.engines.quantisation import quant_reasons
+from modelopt_eagle.export.compare import rebuilt
+from modelopt_eagle.export.engines import ENGINES
+from modelopt_eagle.export.engines.check import engine_notes
+from modelopt_eagle.export.engines.quantisation import FUSED, quant_reasons
 from modelopt_eagle.export.engines.versions import needed_version
+from modelopt_eagle.export.fitting import table_of, target_identity, with_target, without_copy
 from modelopt_eagle.export.folders import whole_folder
-from modelopt_eagle.export.names import file_tensors
 from modelopt_eagle.export.quant_formats import BLOCK, FORMATS, QuantizedLinear, engine_config, pack, unpack
 from modelopt_eagle.export.tensors import read_json, read_tensors
-from modelopt_eagle.export.universal import parse_dtype, universal_config
-from modelopt_eagle.export.write import rebuilt, target_identity, with_target, write_folder
+from modelopt_eagle.export.universal import file_tensors, parse_dtype, universal_config
+from modelopt_eagle.export.write import write_folder
 
 EXCLUDED = ["lm_head"]
 """Modules that stay as they are. Engines match these as parts of names, so anything longer would hide layers."""
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-"""Weights that engines join into one; they must share their scales."""
 MODELOPT_CONFIGS = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG", "int8": "INT8_DEFAULT_CFG"}
 
 
@@ -96,7 +96,7 @@ def calibrate(module: EagleModule, form: str, run: Callable[[EagleModule], None]
         found[name] = [float(amax.max()), float(linears(module)[name].weight.detach().abs().max())]
     for name in found:
         prefix, last = name.rpartition(".")[::2]
-        for group in FUSED:
+        for _, group in FUSED:
             members = [f"{prefix}.{other}" for other in group if f"{prefix}.{other}" in found]
             if last in group and len(members) > 1:
                 for index in range(2):
@@ -135,8 +135,6 @@ def feed(batches: Iterable[Any], embed: Callable[[Tensor], Tensor], steps: int) 
     held = list(batches)
 
     def run(module: EagleModule) -> None:
-        from modelopt_eagle.training import rollout
-
         for batch in held:
             ids = batch.input_ids  # [1,N]
             embeddings = module.embed(ids, embed)  # [1,N,H]
@@ -174,7 +172,7 @@ def check_written(
         if not bool(torch.isfinite(unpack(parts, form)).all()):
             raise ExportError(f"{name} holds numbers that are not finite after quantisation")
     data, legacy = read_json(folder / "config.json"), read_json(folder / "hf_quant_config.json")
-    reasons = quant_reasons(data, legacy, read, config, "vllm")
+    reasons = quant_reasons(data, legacy, read, config, ENGINES["vllm"].quantised)
     if reasons:
         raise ExportError("an engine would read the quantised folder wrongly: it " + "; it ".join(reasons))
 
@@ -232,7 +230,7 @@ def quantize_drafter(
     if before is not None:
         notes.append(f"acceptance length {before:.3f} before, {after:.3f} after")
     report.notes = engine_notes(data, tensors, config, legacy, target_identity(target).get("num_layers"))
-    report.needs = [needed_version(name, config, quantised=True).text(name) for name in PROFILES]
+    report.needs = [needed_version(name, config, quantised=True).text(name) for name in ENGINES]
     card = model_card(config, data, report=found, notes=notes + report.notes)
     with whole_folder(path, overwrite) as folder:
         files = {"config.json": data, "hf_quant_config.json": legacy, "README.md": card}

@@ -1,17 +1,25 @@
-"""``config.json`` of the universal checkpoint: the keys that three engines read, each with one meaning."""
+"""The universal checkpoint of an EAGLE-3 head: the names and keys that engines read, each with one meaning.
+
+One-layer heads are written as ``midlayer.*``: vLLM and TensorRT-LLM rename it, SGLang before 0.5.12 reads only this
+name and drops ``layers.0.*`` without a word. Above layer 0 the same norm is called ``input_layernorm`` by vLLM and
+``hidden_norm`` by TensorRT-LLM, so the tensor is written under both names.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.decoders import DECODERS, decoder_of
 from modelopt_eagle.errors import CheckpointError
 
 FORMAT_VERSION = 1
+LAYER_NAMES = ("midlayer", "layers")
 ARCHITECTURES = {name: decoder.architecture for name, decoder in DECODERS.items()}
 OWN_SIZES = tuple(name for decoder in DECODERS.values() for name in decoder.sizes)
 """Sizes that only some decoder types have."""
@@ -67,6 +75,36 @@ def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def file_tensors(module: EagleModule, dtype: torch.dtype, layer_names: str = "midlayer") -> dict[str, Tensor]:
+    """The module's tensors under the names that engines read, floating ones in ``dtype``, contiguous, on the CPU.
+
+    Args:
+        layer_names: ``midlayer`` (one-layer heads) or ``layers``; heads of more layers are always ``layers.N``.
+
+    Raises:
+        CheckpointError: the vocabulary map is unset or breaks an invariant.
+    """
+    config, vocab = module.config, module.vocab
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        if name in ("d2t", "t2d"):
+            continue
+        tensors[name] = tensor
+        if re.match(r"layers\.[1-9]\d*\.input_layernorm\.", name):
+            tensors[name.replace("input_layernorm", "hidden_norm")] = tensor
+    if config.attention_bias:  # engines give o_proj a bias with the others; the head has none
+        for index in range(config.num_hidden_layers):
+            name = f"layers.{index}.self_attn.o_proj.bias"
+            tensors[name] = torch.zeros(config.hidden_size)
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in tensors.items()}
+    if not vocab.is_identity:
+        tensors["d2t"] = vocab.d2t.cpu().clone()
+        tensors["t2d"] = vocab.t2d.cpu().clone()
+    if layer_names == "midlayer" and config.num_hidden_layers == 1:
+        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
 def universal_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The content of ``config.json`` for a head whose tensors are written in ``dtype``.
 
@@ -93,6 +131,13 @@ def universal_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     record = {name: getattr(config, name) for name in RECORD if getattr(config, name)}
     data["modelopt_eagle"] = {"format": FORMAT_VERSION, "decoder_type": config.decoder_type, **record}
     return data
+
+
+def universal_files(
+    module: EagleModule, dtype: torch.dtype, layer_names: str = "midlayer"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and ``config.json`` of a head as every engine reads it; arguments and errors as :func:`file_tensors`."""
+    return file_tensors(module, dtype, layer_names), universal_config(module.config, dtype)
 
 
 def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:

@@ -14,13 +14,14 @@ import torch
 
 from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import ExportError
+from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.load import load_draft
 from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
 
-RUNNERS = {"vllm": Path(__file__).with_name("vllm_runner.py")}
+RUNNERS = {key: Path(__file__).with_name(engine.runner.script) for key, engine in ENGINES.items() if engine.runner}
+"""Of the engines that can be run here, the script that runs inside the engine's own environment."""
 TIE = 5e-3
 """Two tokens whose target logits lie closer than this may be chosen either way by two correct implementations."""
-ENGINE_FOLDER = ".venv-vllm"
 
 
 def engine_environment(python: Path) -> dict[str, str]:
@@ -41,26 +42,27 @@ def engine_environment(python: Path) -> dict[str, str]:
     return environment
 
 
-def find_engine_python(given: str | Path | None) -> Path:
-    """The interpreter that has the engine: the one given, or that of ``setup_vllm_cpu.sh``, here or in the repository.
+def find_engine_python(given: str | Path | None, engine: str = "vllm") -> Path:
+    """The interpreter that has the engine: the one given, or that of its set-up script, here or in the repository.
 
     Raises:
         ExportError: there is none, or the set-up was not finished.
     """
-    homes = [Path(ENGINE_FOLDER), Path(__file__).parents[2] / ENGINE_FOLDER]
+    folder, setup = ENGINES[engine].runner.folder, ENGINES[engine].runner.setup
+    homes = [Path(folder), Path(__file__).parents[2] / folder]
     python = Path(given) if given else next((h for h in homes if h.is_dir()), homes[0]) / "bin" / "python"
     if (python.parent.parent / ".modelopt_eagle_begun").exists():
-        raise ExportError(f"{python.parent.parent} is half-made: run `bash scripts/setup_vllm_cpu.sh` again")
+        raise ExportError(f"{python.parent.parent} is half-made: run `{setup}` again")
     if not python.is_file():
         raise ExportError(
-            f"{python} is no interpreter: make the engine's with `bash scripts/setup_vllm_cpu.sh`, or name one that "
+            f"{python} is no interpreter: make the engine's with `{setup}`, or name one that "
             "has the engine with --engine-python"
         )
     return python.absolute()
 
 
 def run_engine(python: Path, engine: str, job: dict[str, Any], timeout: float = 3600) -> dict[str, Any]:
-    """Run one job in the engine's interpreter; see ``vllm_runner.py`` for the two dictionaries.
+    """Run one job in the engine's interpreter; see its script for the two dictionaries.
 
     Raises:
         ExportError: the engine failed (the end of its output is in the message), or took too long.
@@ -78,9 +80,9 @@ def run_engine(python: Path, engine: str, job: dict[str, Any], timeout: float = 
             raise ExportError(f"{engine} did not finish in {timeout:.0f} s") from error
         if done.returncode or not paths[1].is_file():
             lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            if any(line == f"ModuleNotFoundError: No module named '{engine}'" for line in lines):
+            if any(line == f"ModuleNotFoundError: No module named '{ENGINES[engine].runner.module}'" for line in lines):
                 raise ExportError(
-                    f"{python} has no {engine}: make its environment with `bash scripts/setup_vllm_cpu.sh`, or name "
+                    f"{python} has no {engine}: make its environment with `{ENGINES[engine].runner.setup}`, or name "
                     "another interpreter with --engine-python"
                 )
             shown = "\n  ".join(lines[-12:])
@@ -187,7 +189,7 @@ class ServingCheck:
 
         if engine not in RUNNERS:
             raise ExportError(f"engine {engine!r} cannot be run here; {', '.join(RUNNERS)} can")
-        self.engine, self.python, self.say = engine, find_engine_python(engine_python), say
+        self.engine, self.python, self.say = engine, find_engine_python(engine_python, engine), say
         self.steps, self.batch_size, self.max_new_tokens = num_speculative_tokens, batch_size, max_new_tokens
         place = resolve(base_model)
         self.target = load_target(base_model, dtype="float32")

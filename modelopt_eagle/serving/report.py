@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modelopt_eagle.export.engines.check import PROFILES
+from modelopt_eagle.export.engines import ENGINES
 
 TELLING = 0.05
 """A head that is served wrongly is seen by what it loses; one below this share of first tokens has little to lose."""
@@ -94,7 +94,7 @@ class ServingReport:
         first = self.our_per_position[0]
         if first < TELLING:
             lines.append(f"note: the head gets {first:.1%} of first tokens right; of so weak a head this sees little")
-        read = PROFILES[self.engine].version
+        read = ENGINES[self.engine].version
         if self.engine_version != read:
             lines.append(
                 f"note: this toolkit's rules for {self.engine} are those of {read}, not of {self.engine_version}"

@@ -94,7 +94,7 @@ def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Te
         CheckpointError: the head cannot be read, or is for another vocabulary or tokenizer.
     """
     from modelopt_eagle.export import ReadOptions, load_draft
-    from modelopt_eagle.export.embedding import without_copy
+    from modelopt_eagle.export.fitting import without_copy
 
     try:
         module = load_draft(

@@ -7,7 +7,7 @@ import yaml
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.export import export_checkpoint
-from modelopt_eagle.export.licence import licence_of
+from modelopt_eagle.export.card import licence_of
 
 from .conftest import build_head
 

@@ -5,9 +5,8 @@ import pytest
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import export_checkpoint, inspect_checkpoint
-from modelopt_eagle.export.engines.profiles import PROFILES
+from modelopt_eagle.export.engines import ENGINES as PROFILES
 from modelopt_eagle.export.engines.versions import (
-    SINCE,
     check_versions,
     features_of,
     needed_version,
@@ -17,6 +16,7 @@ from modelopt_eagle.export.engines.versions import (
 
 from .conftest import LATENT, build_head
 
+SINCE = {key: engine.since for key, engine in PROFILES.items()}
 NEEDS = [
     ({}, "0.11.1", "0.4.9"),
     ({"norm_before_residual": True}, "0.11.1", "0.4.9"),

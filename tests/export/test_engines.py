@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import ReadOptions, export_checkpoint, inspect_checkpoint
-from modelopt_eagle.export.engines.check import PROFILES, check_engine, engine_reasons, tensor_reasons
+from modelopt_eagle.export.engines import ENGINES as PROFILES
+from modelopt_eagle.export.engines.check import check_engine, engine_reasons, tensor_reasons
 
 from .conftest import LATENT, build_head
 
@@ -107,9 +108,9 @@ def test_names_and_shapes_of_a_published_head(engine):
         num_key_value_heads=8, head_dim=128, vocab_size=128256, draft_vocab_size=32000, aux_layer_ids=(1, 15, 28),
     )  # fmt: skip
     with torch.device("meta"):
-        assert tensor_reasons(PUBLISHED, config, PROFILES[engine]) == []
+        assert tensor_reasons(PUBLISHED, config, PROFILES[engine].loads) == []
         config.head_dim = 64
-        assert any("q_proj" in reason for reason in tensor_reasons(PUBLISHED, config, PROFILES[engine]))
+        assert any("q_proj" in reason for reason in tensor_reasons(PUBLISHED, config, PROFILES[engine].loads))
 
 
 def drop(*keys):

@@ -16,8 +16,8 @@ from modelopt_eagle.export import (
     load_draft,
     read_head,
 )
-from modelopt_eagle.export.embedding import with_own_embedding
-from modelopt_eagle.export.probe import probe
+from modelopt_eagle.export.compare import probe
+from modelopt_eagle.export.fitting import with_own_embedding
 
 from .conftest import LATENT, build_head, stand_in_tables
 from .foreign import TOOLS, foreign

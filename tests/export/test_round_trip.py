@@ -15,7 +15,7 @@ from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint, load_draft, read_head
 from modelopt_eagle.export import folders as folders_module
 from modelopt_eagle.export import write as writer_module
-from modelopt_eagle.export.probe import probe
+from modelopt_eagle.export.compare import probe
 from modelopt_eagle.recipe import load_recipe
 
 from .conftest import LATENT, build_head

@@ -1,8 +1,8 @@
-"""What each engine reads of a draft folder, as data, and a check of a folder against it without the engine.
+"""A draft folder held against the rules of an engine, without the engine.
 
-The profiles are in ``engine_profiles.py``. :func:`engine_reasons` loads a folder the way the engine would (its names,
-keys and defaults) and lists everything by which the served head would differ from the trained one. vLLM can also be
-run, see ``serving.py``; the profile is what the tests of every engine share.
+:func:`engine_reasons` loads a folder the way the engine would (its names, keys and defaults, see ``profile.py``) and
+lists everything by which the served head would differ from the trained one. An engine that has a runner can also be
+run, see the room ``serving``.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from torch import Tensor
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, ExportError
-from modelopt_eagle.export.engines.profiles import PROFILES, SGLANG, SIZES, TENSORRT_LLM, VLLM, EngineProfile
-from modelopt_eagle.export.engines.quantisation import is_quantised, plain_shapes, quant_reasons
+from modelopt_eagle.export.engines import ENGINES, engine_of
+from modelopt_eagle.export.engines.profile import LoadRules
+from modelopt_eagle.export.engines.quantisation import quant_reasons
 from modelopt_eagle.export.foreign import ReadOptions
 from modelopt_eagle.export.load import read_config, read_head
-from modelopt_eagle.export.names import module_shapes
-from modelopt_eagle.export.tensors import read_json, read_tensors
+from modelopt_eagle.export.quant_formats import is_quantised, plain_shapes
+from modelopt_eagle.export.tensors import module_shapes, read_json, read_tensors
 from modelopt_eagle.export.universal import FLAGS
 
-__all__ = ["PROFILES", "SGLANG", "TENSORRT_LLM", "VLLM", "check_engine", "engine_notes", "engine_reasons"]
+SIZES = (
+    "num_hidden_layers", "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
+    "rms_norm_eps", "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size",
+    "max_position_embeddings", "hidden_act",
+)  # fmt: skip
+"""Keys that every engine reads under the same name."""
 
 
-def engine_name(name: str, profile: EngineProfile, layers: int) -> str:
+def engine_name(name: str, rules: LoadRules, layers: int) -> str:
     """A file's tensor name as the engine says it, after its own renaming."""
-    for pattern, replacement in profile.rename:
-        if profile is TENSORRT_LLM and layers > 1:
-            pattern, replacement = r"^layers\.(\d+)\.", r"midlayer.\1."
+    for pattern, replacement in rules.rename if layers == 1 else rules.rename_several:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def expected_tensors(
-    config: DraftConfig, profile: EngineProfile, shapes: dict[str, tuple[int, ...]]
+    config: DraftConfig, rules: LoadRules, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """``({engine's parameter: shape}, those it can do without)`` for a head of these :func:`module_shapes`."""
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set()
-    first = (
-        f"{profile.first_layer}.0" if profile is TENSORRT_LLM and config.num_hidden_layers > 1 else profile.first_layer
-    )
+    first = rules.first_layer if config.num_hidden_layers == 1 else rules.first_of_several
     for name, shape in shapes.items():
         found = re.match(r"layers\.(\d+)\.(.*)", name)
         if found:
@@ -52,16 +54,16 @@ def expected_tensors(
             if n == 0:
                 name = f"{first}.{rest}"
             else:
-                above = profile.next_layers.format(n=n)
-                other = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[profile.norm_above_first]
+                above = rules.next_layers.format(n=n)
+                other = {"input_layernorm": "hidden_norm", "hidden_norm": "input_layernorm"}[rules.norm_above_first]
                 if rest.startswith("input_layernorm"):
                     optional.add(f"{above}.{other}.weight")  # made and never used
-                    rest = rest.replace("input_layernorm", profile.norm_above_first)
+                    rest = rest.replace("input_layernorm", rules.norm_above_first)
                 name = f"{above}.{rest}"
         expected[name] = shape
-    if config.attention_bias and profile.qkv_bias:
+    if config.attention_bias and rules.qkv_bias:
         for n in range(config.num_hidden_layers):
-            layer = first if n == 0 else profile.next_layers.format(n=n)
+            layer = first if n == 0 else rules.next_layers.format(n=n)
             expected[f"{layer}.self_attn.o_proj.bias"] = (config.hidden_size,)
     if config.draft_vocab_size != config.vocab_size:
         expected["d2t"] = (config.draft_vocab_size,)
@@ -71,16 +73,16 @@ def expected_tensors(
 def tensor_reasons(
     found: dict[str, tuple[int, ...]],
     config: DraftConfig,
-    profile: EngineProfile,
+    rules: LoadRules,
     shapes: dict[str, tuple[int, ...]] | None = None,
 ) -> list[str]:
     """What is wrong with the tensors, in the engine's names; ``shapes``: :func:`module_shapes`, if known."""
-    given = {engine_name(n, profile, config.num_hidden_layers): shape for n, shape in found.items() if n != "t2d"}
-    expected, optional = expected_tensors(config, profile, shapes or module_shapes(config))
-    if config.draft_vocab_size == config.vocab_size and "d2t" in given and profile.map_if_full == "read":
+    given = {engine_name(n, rules, config.num_hidden_layers): shape for n, shape in found.items() if n != "t2d"}
+    expected, optional = expected_tensors(config, rules, shapes or module_shapes(config))
+    if config.draft_vocab_size == config.vocab_size and "d2t" in given and rules.map_if_full == "read":
         optional.add("d2t")
     reasons = [f"does not find {n} {list(s)}" for n, s in expected.items() if n not in given]
-    fate = "drops it without a word" if profile.drops_unknown else "fails on it"
+    fate = "drops it without a word" if rules.drops_unknown else "fails on it"
     reasons += [f"does not know {name} and {fate}" for name in given if name not in expected and name not in optional]
     reasons += [
         f"reads {name} as {list(shape)}, the folder has {list(given[name])}"
@@ -105,66 +107,66 @@ def captures_counted(data: dict[str, Any]) -> int:
 
 
 def config_reasons(
-    data: dict[str, Any], config: DraftConfig, profile: EngineProfile, target_layers: int | None = None
+    data: dict[str, Any], config: DraftConfig, rules: LoadRules, target_layers: int | None = None
 ) -> list[str]:
     """What the engine would build differently from the trained ``config``; ``target_layers``: if it is known."""
-    reasons = [f"needs the key {key}: {effect}" for key, effect in profile.required_keys.items() if key not in data]
-    allowed = profile.architectures.get(config.decoder_type, ())
+    reasons = [f"needs the key {key}: {effect}" for key, effect in rules.required_keys.items() if key not in data]
+    allowed = rules.architectures.get(config.decoder_type, ())
     if not set(data.get("architectures") or ()) & set(allowed):
         reasons.append(f"routes {' or '.join(allowed)} to this decoder, the config says {data.get('architectures')}")
     for flag in FLAGS:
-        where, decoders = profile.flags[flag]
+        where, decoders = rules.flags[flag]
         wanted = getattr(config, flag)
         seen = config.decoder_type in decoders and flag_seen(data, flag, where)
         if wanted != seen:
             state = "has no" if config.decoder_type not in decoders else f"reads {where} level and finds {seen} for"
             reasons.append(f"{state} {flag}, which the head was trained with" if wanted else f"turns {flag} on")
-    counted = captures_counted(data) if profile.counts_captures_by == "nested" else config.num_aux
+    counted = captures_counted(data) if rules.counts_captures_by == "nested" else config.num_aux
     if counted != config.num_aux:
         reasons.append(f"builds fc for {counted} captured layers, the head has {config.num_aux}")
-    if target_layers and not profile.captures_last and target_layers - 1 in config.aux_layer_ids:
+    if target_layers and not rules.captures_last and target_layers - 1 in config.aux_layer_ids:
         reasons.append(f"does not capture the output of the target's last layer ({target_layers - 1})")
-    if config.norm_before_fc and config.fc_norm and not profile.norms_both:
+    if config.norm_before_fc and config.fc_norm and not rules.norms_both:
         reasons.append("applies one of norm_before_fc and fc_norm, the head was trained with both")
     narrow = {"one_layer": config.num_aux == 1, "equal_widths": config.fc_input_size == config.hidden_size}
-    if any(narrow[kind] for kind in profile.skips_fc):
+    if any(narrow[kind] for kind in rules.skips_fc):
         reasons.append("leaves out fc, and takes the captured state as it is")
-    if config.num_hidden_layers > 1 and config.decoder_type in profile.single_layer:
+    if config.num_hidden_layers > 1 and config.decoder_type in rules.single_layer:
         reasons.append(f"serves heads of one layer, this one has {config.num_hidden_layers}")
-    if config.attention_bias and not profile.qkv_bias:
+    if config.attention_bias and not rules.qkv_bias:
         reasons.append("has no attention bias and drops it without a word")
-    if config.mlp_bias and not profile.mlp_bias:
+    if config.mlp_bias and not rules.mlp_bias:
         reasons.append("has no bias in the feed-forward part and drops it without a word")
-    if config.own_embedding and config.hidden_size == config.target_hidden_size and profile.shares_embedding:
+    if config.own_embedding and config.hidden_size == config.target_hidden_size and rules.shares_embedding:
         reasons.append("puts the target's embedding in place of the head's own")
-    if DECODERS[config.decoder_type].latent and not config.q_lora_rank and profile.needs_q_lora_rank:
+    if DECODERS[config.decoder_type].latent and not config.q_lora_rank and rules.needs_q_lora_rank:
         reasons.append("needs q_lora_rank in latent attention")
     if data.get("tie_word_embeddings"):
         reasons.append("is told to tie lm_head to the embedding; the head has its own")
     for key in SIZES:
         if data.get(key) is not None and data[key] != getattr(config, key):
             reasons.append(f"takes {key} {data[key]}, the head was trained with {getattr(config, key)}")
-    return reasons + id_reasons(data, config, profile) + rope_reasons(data, config, profile)
+    return reasons + id_reasons(data, config, rules) + rope_reasons(data, config, rules)
 
 
-def id_reasons(data: dict[str, Any], config: DraftConfig, profile: EngineProfile) -> list[str]:
+def id_reasons(data: dict[str, Any], config: DraftConfig, rules: LoadRules) -> list[str]:
     """Whether the engine would capture the trained layers."""
-    if profile.ids_key == "serving":
+    if rules.ids_key == "serving":
         return []  # named in its serving options; the model card prints them
     nested = (data.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    read = data.get("eagle_aux_hidden_state_layer_ids") if profile.ids_key == "top" else nested
+    read = data.get("eagle_aux_hidden_state_layer_ids") if rules.ids_key == "top" else nested
     if read is None:
-        return [] if profile.ids_key == "top" else ["finds no nested layer ids and captures its default triple"]
-    outputs = [int(i) + profile.ids_offset for i in read]
+        return [] if rules.ids_key == "top" else ["finds no nested layer ids and captures its default triple"]
+    outputs = [int(i) + rules.ids_offset for i in read]
     if tuple(outputs) != config.aux_layer_ids:
         return [f"captures the outputs of layers {outputs}, the head was trained on {list(config.aux_layer_ids)}"]
     return []
 
 
-def rope_reasons(data: dict[str, Any], config: DraftConfig, profile: EngineProfile) -> list[str]:
+def rope_reasons(data: dict[str, Any], config: DraftConfig, rules: LoadRules) -> list[str]:
     """Whether the engine would build the trained rotary table."""
     base, scaling = 10000.0, None
-    for layout in profile.rope_keys:
+    for layout in rules.rope_keys:
         if layout == "rope_parameters" and data.get("rope_parameters"):
             block = dict(data["rope_parameters"])
             base = float(block.pop("rope_theta", data.get("rope_theta") or base))
@@ -174,11 +176,11 @@ def rope_reasons(data: dict[str, Any], config: DraftConfig, profile: EngineProfi
             base, scaling = float(data["rope_theta"]), data.get("rope_scaling")
             break
     reasons = []
-    kind = (config.rope_scaling or {}).get("rope_type")
-    latent = DECODERS[config.decoder_type].latent
+    trained, latent = config.rope_scaling or {}, DECODERS[config.decoder_type].latent
+    kind = trained.get("rope_type")
     if latent and kind not in (None, "yarn"):
         reasons.append(f"takes every scaled rotary table of latent attention for yarn, this one is {kind}")
-    if profile is VLLM and latent and (config.rope_scaling or {}).get("truncate") is False:
+    if latent and rules.rounds_latent_yarn and trained.get("truncate") is False:
         reasons.append("rounds the bounds of YaRN in latent attention, the head was trained with truncate false")
     if base != config.rope_theta:
         reasons.append(f"takes the rotary base {base:g}, the head was trained with {config.rope_theta:g}")
@@ -194,16 +196,14 @@ def engine_reasons(
 
     Args:
         folder: a draft folder, of whatever tool.
-        engine: ``vllm``, ``sglang`` or ``tensorrt_llm``.
+        engine: a key or alias of ``ENGINES``.
         config: what the head was trained with; default what the folder itself says, read without strictness.
         options: for a folder that does not say everything.
 
     Raises:
         ExportError: unknown engine.
     """
-    if engine not in PROFILES:
-        raise ExportError(f"engine {engine!r} is unknown; known are {', '.join(PROFILES)}")
-    profile, folder = PROFILES[engine], Path(folder)
+    known, folder = engine_of(engine), Path(folder)
     try:
         data, tensors = read_json(folder / "config.json"), read_tensors(folder)
         legacy = folder / "hf_quant_config.json"
@@ -214,8 +214,9 @@ def engine_reasons(
     except CheckpointError as error:
         return [f"cannot read it: {error}"]
     depth = options.target_layers if options else None
-    reasons = config_reasons(data, config, profile, depth) + tensor_reasons(plain_shapes(tensors), config, profile)
-    return reasons + quant_reasons(data, legacy, tensors, config, engine)
+    reasons = config_reasons(data, config, known.loads, depth)
+    reasons += tensor_reasons(plain_shapes(tensors), config, known.loads)
+    return reasons + quant_reasons(data, legacy, tensors, config, known.quantised)
 
 
 def engine_notes(*given, **named) -> list[str]:
@@ -240,13 +241,12 @@ def engine_faults(
         target_layers: of the target, if it is known.
     """
     faults, trained, shapes = {}, module_shapes(config), plain_shapes(tensors)
-    for name, profile in PROFILES.items():
-        reasons = config_reasons(data, config, profile, target_layers)
-        reasons += tensor_reasons(shapes, config, profile, trained)
-        reasons += quant_reasons(data, legacy, tensors, config, name)
+    for key, engine in ENGINES.items():
+        reasons = config_reasons(data, config, engine.loads, target_layers)
+        reasons += tensor_reasons(shapes, config, engine.loads, trained)
+        reasons += quant_reasons(data, legacy, tensors, config, engine.quantised)
         if reasons:
-            line = f"{profile.name} {profile.version} would not serve this head as trained: it " + "; it ".join(reasons)
-            faults[name] = line
+            faults[key] = f"{key} {engine.version} would not serve this head as trained: it " + "; it ".join(reasons)
     return faults
 
 
@@ -254,7 +254,7 @@ def check_engine(folder: str | Path, engine: str, config: DraftConfig | None = N
     """Raise :class:`ExportError` with every reason of :func:`engine_reasons`, if there is one."""
     reasons = engine_reasons(folder, engine, config)
     if reasons:
-        profile = PROFILES[engine]
+        known = engine_of(engine)
         raise ExportError(
-            f"{profile.name} {profile.version} would not serve {folder} as trained: it " + "; it ".join(reasons)
+            f"{known.key} {known.version} would not serve {folder} as trained: it " + "; it ".join(reasons)
         )

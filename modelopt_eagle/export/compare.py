@@ -1,4 +1,4 @@
-"""One forward pass of a head on fixed numbers, to compare what was trained with what was written."""
+"""A head held against another: every tensor, and one forward pass on fixed numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.errors import ExportError
 
+TOLERANCE = 1e-5
+"""Largest difference of draft logits that the read-back comparison allows; both sides compute in float32."""
 LENGTH = 6
 FAR_POSITION = 1500
 """The last positions lie here, so that rotary tables that differ only far out differ in the result."""
@@ -50,3 +53,39 @@ def probe(module: EagleModule, seed: int = 0) -> Tensor:
         logits.append(copy.lm_head(copy.head_input(hidden)))  # [S,Vd]
         state = copy.next_state(hidden)
     return torch.stack(logits)
+
+
+def rebuilt(module: EagleModule, config: DraftConfig) -> EagleModule:
+    """The same tensors under another config (same shapes)."""
+    with torch.random.fork_rng(devices=[]):
+        other = EagleModule(config, module.vocab)
+    other.load_state_dict(module.state_dict(), assign=True)
+    return other
+
+
+def compare(written: EagleModule, module: EagleModule, dtype: torch.dtype) -> float:
+    """Hold the reloaded head against the trained one, cast to the written dtype: every tensor, then a forward pass.
+
+    Returns:
+        The largest difference of logits.
+
+    Raises:
+        ExportError: a config, tensor or result that differs.
+    """
+    if written.config != module.config:
+        mine, theirs = module.config.to_dict(), written.config.to_dict()
+        differing = {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
+        raise ExportError(f"the exported config reads back differently (trained, exported): {differing}")
+    trained = {
+        name: tensor.cpu().to(dtype) if tensor.is_floating_point() else tensor.cpu()
+        for name, tensor in module.state_dict().items()
+    }
+    for name, tensor in written.state_dict().items():
+        if not torch.equal(tensor, trained[name]):
+            raise ExportError(f"the exported tensor {name} differs from the trained one: the folder was not kept")
+    cast = rebuilt(module, module.config)
+    cast.load_state_dict(trained, assign=True)
+    difference = float((probe(written) - probe(cast)).abs().max())
+    if not difference <= TOLERANCE:
+        raise ExportError(f"the exported head computes other logits than the trained one, by {difference:.2e}")
+    return difference

@@ -1,0 +1,192 @@
+"""The form of an engine's facts. One file an engine in this room fills it; nothing else in the package knows an engine.
+
+Every engine says the same things: how it reads a plain draft folder (:class:`LoadRules`), how a quantised one
+(:class:`QuantRules`), from which release on it reads each part of a head (:class:`Since`), how a head is served in it,
+and, if it can be run here, by which script (:class:`Runner`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from modelopt_eagle.draft import DraftConfig
+
+BOTH = ("llama", "kimik2")
+"""The decoder types that the engines' code was read for."""
+
+
+@dataclass(frozen=True)
+class LoadRules:
+    """How an engine reads a draft folder.
+
+    Attributes:
+        architectures: decoder type to the names it routes to an EAGLE-3 head of that type.
+        rename: (pattern, replacement) applied to tensor names in turn; ``rename_several``: in a head of several layers.
+        first_layer: name of layer 0 in the engine; ``first_of_several``: the same in a head of several layers.
+        next_layers: pattern of those above (``{n}``).
+        norm_above_first: what it calls the norm before attention above layer 0.
+        drops_unknown: tensors it does not know are dropped without a word (else loading fails).
+        ids_key: where it reads the captured layers: ``top``, ``nested`` or ``serving`` (its own serving options).
+        ids_offset: output layer = value read + this.
+        required_keys: keys without which it fails or serves something else, with what happens.
+        flags: flag to where it is read (``top``, ``nested``, ``both``), decoder types that honour it.
+        qkv_bias, mlp_bias: whether biases of the attention and of the feed-forward part are loaded.
+        skips_fc: heads whose fc it leaves out: of ``one_layer``, of ``equal_widths`` (features as wide as the head).
+        norms_both: with ``norm_before_fc`` and ``fc_norm`` on, it applies both.
+        shares_embedding: it replaces the head's own table by the target's when their widths are equal.
+        rope_keys: the layouts it reads, in order.
+        rounds_latent_yarn: it rounds YaRN's bounds in latent attention, whatever ``truncate`` says.
+        map_if_full: what a ``d2t`` does beside a full vocabulary: ``fails`` or ``read``.
+        needs_q_lora_rank: its latent attention has no plain ``q_proj``.
+        single_layer: decoder types of which it serves heads of one layer only.
+        counts_captures_by: ``nested``: it makes ``fc`` for as many layers as ``eagle_config`` names, else for 3;
+            ``served``: for as many as its serving options name.
+        captures_last: whether it can capture the output of the target's last layer.
+    """
+
+    architectures: Mapping[str, tuple[str, ...]]
+    rename: tuple[tuple[str, str], ...]
+    rename_several: tuple[tuple[str, str], ...]
+    first_layer: str
+    first_of_several: str
+    next_layers: str
+    norm_above_first: str
+    drops_unknown: bool
+    ids_key: str
+    ids_offset: int
+    required_keys: Mapping[str, str]
+    flags: Mapping[str, tuple[str, tuple[str, ...]]]
+    qkv_bias: bool
+    mlp_bias: bool
+    skips_fc: tuple[str, ...]
+    norms_both: bool
+    shares_embedding: bool
+    rope_keys: tuple[str, ...]
+    rounds_latent_yarn: bool
+    map_if_full: str
+    needs_q_lora_rank: bool
+    single_layer: tuple[str, ...]
+    counts_captures_by: str
+    captures_last: bool
+
+
+def part_of_name(name: str, excluded: str) -> bool:
+    """vLLM and SGLang, ModelOpt formats: the exclusion is part of the layer's name, or a pattern that matches it."""
+    return excluded in name or fnmatchcase(name, excluded)
+
+
+def whole_name(name: str, excluded: str) -> bool:
+    """vLLM and SGLang, compressed-tensors: the whole name, or ``re:`` and an expression that matches from its start."""
+    return bool(re.match(excluded[3:], name)) if excluded.startswith("re:") else name == excluded
+
+
+def shell_pattern(name: str, excluded: str) -> bool:
+    """TensorRT-LLM: a shell pattern that matches the whole name."""
+    return fnmatchcase(name, excluded)
+
+
+@dataclass(frozen=True)
+class QuantRules:
+    """How an engine reads a quantised draft.
+
+    Attributes:
+        source: the engine's code that was read.
+        file: where it looks first: ``config.json`` (its ``quantization_config``) or ``hf_quant_config.json``.
+        algorithms: ``(quant_method, algorithm)`` to our name of the format, for all that it can run for a draft.
+        matches: ``quant_method`` to how an exclusion meets a layer's name.
+        first_layer: the engine's name of layer 0; those above count on from there.
+        plain: layers that it never quantises, by decoder type.
+        refuses: decoder type to the formats that it does not serve, with what happens.
+    """
+
+    source: str
+    file: str
+    algorithms: Mapping[tuple[str, str], str]
+    matches: Mapping[str, Callable[[str, str], bool]]
+    first_layer: str
+    plain: Mapping[str, tuple[str, ...]]
+    refuses: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Since:
+    """A release.
+
+    Attributes:
+        version: the first that was found to read it.
+        without: the one before, which does not; ``None`` if older ones were not looked at.
+        where: the file that tells.
+    """
+
+    version: str
+    without: str | None
+    where: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """What serving commands are written for.
+
+    Attributes:
+        target: name of the target, or a word in capitals to be replaced.
+        config: of the head.
+        need: a line about the oldest release that reads the head.
+        tested: what the head's export was held against.
+    """
+
+    target: str
+    config: DraftConfig
+    need: str
+    tested: str
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How the engine is run here, see the room ``serving``.
+
+    Attributes:
+        script: file in ``serving/`` that runs inside the engine's own environment.
+        module: what that environment must be able to import.
+        folder: where the environment is looked for.
+        setup: the command that makes it.
+    """
+
+    script: str
+    module: str
+    folder: str
+    setup: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Everything that is known of an engine.
+
+    Attributes:
+        key: its name in commands and data.
+        name: its name in prose.
+        aliases: other spellings that commands take.
+        version, source: of the code that was read.
+        tested: what an export is held against, for the model card.
+        loads, quantised: how it reads folders.
+        since: name of a part of a head (see ``versions.PARTS``) to the first release that reads it.
+        serve: the lines of the model card that serve a head.
+        serve_adapted: a sentence of the card about serving a head together with its target's adapter
+            (``{"rank", "modules", "first"}``), for engines that can.
+        runner: for an engine that can be run here.
+    """
+
+    key: str
+    name: str
+    aliases: tuple[str, ...]
+    version: str
+    source: str
+    tested: str
+    loads: LoadRules
+    quantised: QuantRules
+    since: Mapping[str, Since]
+    serve: Callable[[Order], list[str]]
+    serve_adapted: Callable[[str, dict], str] | None = None
+    runner: Runner | None = field(default=None)

@@ -1,0 +1,102 @@
+"""SGLang: what it reads of a head, from which release on, and how a head is served in it. It was not run here."""
+
+from __future__ import annotations
+
+from modelopt_eagle.export.engines.profile import (
+    BOTH,
+    Engine,
+    LoadRules,
+    Order,
+    QuantRules,
+    Since,
+    part_of_name,
+    whole_name,
+)
+
+LLAMA_FILE = "srt/models/llama_eagle3.py"
+SPLITS_KV_B = "it splits kv_b_proj after loading and takes floating numbers only"
+
+
+def serve(order: Order) -> list[str]:
+    """The server's command line."""
+    return [
+        f"{order.need}, tested with {order.tested}:",
+        "",
+        "```bash",
+        f"python -m sglang.launch_server --model-path {order.target} --speculative-algorithm EAGLE3 \\",
+        "    --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 4",
+        "```",
+    ]
+
+
+ENGINE = Engine(
+    key="sglang",
+    name="SGLang",
+    aliases=(),
+    version="0.5.23",
+    source="sglang 0.5.23: srt/models/{llama_eagle3,kimi_k25_eagle3,llama}.py, srt/speculative/eagle_utils.py, "
+    "srt/model_executor/model_runner_components/spec_aux_hidden_state.py",
+    tested="0.5.23 (by its loader's rules)",
+    loads=LoadRules(
+        architectures={"llama": ("LlamaForCausalLMEagle3",), "kimik2": ("Eagle3DeepseekV2ForCausalLM",)},
+        rename=((r"midlayer\.", "layers.0."),),
+        rename_several=((r"midlayer\.", "layers.0."),),
+        first_layer="layers.0",
+        first_of_several="layers.0",
+        next_layers="layers.{n}",
+        norm_above_first="hidden_norm",
+        drops_unknown=True,
+        ids_key="nested",
+        ids_offset=0,
+        required_keys={
+            "draft_vocab_size": "releases before 0.5.2 read the attribute and fail without it",
+            "eagle_config": "it then captures its default triple",
+        },
+        flags={
+            "norm_before_residual": ("top", ()),
+            "norm_before_fc": ("both", ("llama",)),
+            "fc_norm": ("top", BOTH),
+            "norm_output": ("top", BOTH),
+        },
+        qkv_bias=False,
+        mlp_bias=False,
+        skips_fc=("equal_widths",),
+        norms_both=True,
+        shares_embedding=True,
+        rope_keys=("rope_parameters", "rope_theta"),
+        rounds_latent_yarn=False,
+        map_if_full="read",
+        needs_q_lora_rank=True,
+        single_layer=("kimik2",),
+        counts_captures_by="nested",
+        captures_last=False,
+    ),
+    quantised=QuantRules(
+        source="sglang 0.5.23: srt/models/{llama_eagle3,kimi_k25_eagle3}.py",
+        file="config.json",
+        algorithms={("modelopt", "FP8"): "FP8", ("modelopt", "NVFP4"): "NVFP4", ("compressed-tensors", ""): "INT8"},
+        matches={"modelopt": part_of_name, "compressed-tensors": whole_name},
+        first_layer="model.layers.0",
+        plain={"llama": ("fc",)},
+        refuses={
+            "kimik2": {
+                "NVFP4": "it takes a latent-attention head for bfloat16 when it is told of nvfp4",
+                "FP8": SPLITS_KV_B,
+                "INT8": SPLITS_KV_B,
+            }
+        },
+    ),
+    since={
+        "an EAGLE-3 head": Since("0.4.4.post2", "0.4.4.post1", LLAMA_FILE),
+        "eagle_aux_hidden_state_layer_ids": Since("0.4.9", "0.4.8.post1", "srt/model_executor/model_runner.py"),
+        "fc_norm": Since("0.5.12", "0.5.11", LLAMA_FILE),
+        "norm_output": Since("0.5.12", "0.5.11", LLAMA_FILE),
+        "several draft layers": Since("0.5.12", "0.5.11", LLAMA_FILE),
+        "another number of captured layers than 3": Since("0.5.12", "0.5.11", LLAMA_FILE),
+        "layers.0 names": Since("0.5.12", "0.5.11", LLAMA_FILE),
+        "latent attention": Since("0.5.12", "0.5.11", "srt/models/kimi_k25_eagle3.py"),
+        "norm_before_fc": Since("0.5.17", "0.5.16", LLAMA_FILE),
+    },
+    serve=serve,
+)

