@@ -74,18 +74,6 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         raise FeatureError(f"--aux-layers takes numbers such as 1,14,26; found {text!r}") from error
 
 
-def read_generation_config(args: argparse.Namespace):
-    """The target's ``GenerationConfig``, or None if it has none; for back ends that do not load the model itself."""
-    from transformers import GenerationConfig
-
-    from modelopt_eagle.target.load import resolve
-
-    try:
-        return GenerationConfig.from_pretrained(str(resolve(args.model)), revision=args.revision)
-    except OSError:
-        return None
-
-
 def run(parser: argparse.ArgumentParser, open_back_end: Callable[[argparse.Namespace], BackEnd], argv=None) -> int:
     """Parse, dump, report; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 import sys
 
-from command_line import build_parser, parse_layers, read_generation_config, run
+from command_line import build_parser, parse_layers, run
 
 
 def open_back_end(args):
@@ -20,7 +20,7 @@ def open_back_end(args):
     layers = tables.config.num_hidden_layers
     ids = check_layer_ids(parse_layers(args.aux_layers) or default_layer_ids(layers), layers)
     engine = TrtllmFeatures(args.model, ids, args.tensor_parallel)
-    return EngineBackEnd(tables, ids, engine.states, read_generation_config(args), final_is_normed=True)
+    return EngineBackEnd(tables, ids, engine.states, final_is_normed=True)
 
 
 if __name__ == "__main__":

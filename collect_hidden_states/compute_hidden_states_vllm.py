@@ -2,7 +2,7 @@
 
 import sys
 
-from command_line import build_parser, parse_layers, read_generation_config, run
+from command_line import build_parser, parse_layers, run
 
 
 def open_back_end(args):
@@ -42,7 +42,7 @@ def open_back_end(args):
         for number, message in engine.states(rows):
             yield number, message.states[:, :-1].flatten(1), message.states[:, -1]
 
-    return EngineBackEnd(tables, ids, states, read_generation_config(args), final_is_normed=False)
+    return EngineBackEnd(tables, ids, states, final_is_normed=False)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.errors import CheckpointError, DataError
     from modelopt_eagle.target.identity import tokenizer_hash
     from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
+    from modelopt_eagle.target.stops import find_end_token_ids, read_generation_config
     from modelopt_eagle.target.vision import vision_of
 
     place = resolve(arguments.model)
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     if arguments.argmax_rows < 0:
         raise DataError(f"--argmax_rows must be at least 0, found {arguments.argmax_rows}")
-    ends = end_token_ids(place, config)
+    ends = find_end_token_ids(tokenizer, read_generation_config(place), config, config.get_text_config())
     dataset = prepare_dataset(
         tokenizer,
         arguments.data,
@@ -92,19 +93,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{record['target_argmax_coverage']:.2%} of the target's {int(counts.sum())} argmax tokens are inside")
     print(f"saved to {save_draft_vocab(arguments.save_dir, choice.vocab, record)}")
     return 0
-
-
-def end_token_ids(place, config) -> tuple[int, ...]:
-    """What the target stops at, by its generation config or else its config."""
-    from transformers import GenerationConfig
-
-    from modelopt_eagle.features.dump import stop_ids
-
-    try:
-        generation = GenerationConfig.from_pretrained(str(place))
-    except OSError:  # models without the file stop at the end token of their config
-        generation = None
-    return stop_ids(generation, config.get_text_config())
 
 
 def _aliases(pairs: list[str]) -> dict[str, str]:

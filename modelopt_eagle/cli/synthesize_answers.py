@@ -77,8 +77,6 @@ def _run(arguments: argparse.Namespace) -> int:
         cut += sum(row["finish_reason"] == "length" for row in rows)
         bar.advance(len(rows), f"({cut} cut at {arguments.max_new_tokens} tokens)")
 
-    added = synthesize(
-        target.model, target.tokenizer, prompts, arguments.output, settings, arguments.batch_size, report
-    )
+    added = synthesize(target, prompts, arguments.output, settings, arguments.batch_size, report)
     print(f"{added} answers added to {arguments.output}, {cut} of them cut at {arguments.max_new_tokens} tokens")
     return 0

@@ -99,7 +99,7 @@ class PseudoSpeculativeGenerator:
         min_p: float | Sequence[float] = 0.0,
         eos_token_id: int | Sequence[int] | None = None,
         stop_strings: Sequence[str] = (),
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         on_tokens: StreamCallback | None = None,
         images: dict[str, Tensor] | None = None,
     ) -> GenerationOutput:
@@ -112,9 +112,10 @@ class PseudoSpeculativeGenerator:
             temperature: 0 is greedy; the sampling options take one value for all, or one a request.
             attention_mask: ``[B, S]``, 0 at padding on either side.
             top_k, top_p, min_p: filters, applied in this order (0, 1 and 0: off).
-            eos_token_id: end tokens; ``None``: the model's own; ``[]``: none.
+            eos_token_id: end tokens; ``None``: the target's own (``target/stops.py``); ``[]``: none.
             stop_strings: an answer ends with the token that completes one of these.
-            seed: makes sampling repeatable; each request has its own stream, whatever batch it stands in.
+            seed: makes sampling repeatable, one for all or one a request; a request's stream comes from its seed and
+                its prompt, whatever batch it stands in.
             on_tokens: called as ``on_tokens(request, new_tokens, finish_reason)`` after every step.
             images: what ``Target.vision.inputs`` made of the images of the prompt, which is then the only one and holds
                 the expanded placeholders.

@@ -117,14 +117,21 @@ class StopRule:
 
 
 def make_requests(
-    target: Target, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, min_p, seed: int | None
+    target: Target,
+    input_ids,
+    attention_mask,
+    max_new_tokens,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed: int | Sequence[int] | None,
 ) -> list[Request]:
     """Check the arguments of ``generate`` and make a request of each prompt.
 
     Raises:
         DecodingError: no or empty prompts, ids outside the vocabulary, or a bad option.
     """
-    check_seed(seed)
     prompts = read_prompts(input_ids, attention_mask, target.vocab_size)
     count = len(prompts)
     limits = per_request("max_new_tokens", max_new_tokens, count)
@@ -135,17 +142,20 @@ def make_requests(
         per_request(name, value, count)
         for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
     ]
+    seeds = per_request("seed", seed, count)
+    for one in seeds:
+        check_seed(one)
     requests, copies = [], Counter()
     for index, (prompt, limit, *sampling) in enumerate(zip(prompts, limits, *columns, strict=True)):
         options = SamplingOptions(*sampling)
         generator = None
         if not options.greedy:
             generator = torch.Generator()
-            if seed is None:
+            if seeds[index] is None:
                 generator.seed()
             else:
-                generator.manual_seed(stream_seed(seed, prompt, copies[tuple(prompt)]))
-        copies[tuple(prompt)] += 1
+                generator.manual_seed(stream_seed(seeds[index], prompt, copies[seeds[index], tuple(prompt)]))
+        copies[seeds[index], tuple(prompt)] += 1
         requests.append(Request(index, prompt, limit, options, generator))
     return requests
 
@@ -214,20 +224,13 @@ def read_prompts(input_ids, attention_mask, vocab_size: int) -> list[list[int]]:
 
 
 def end_token_ids(target: Target, eos_token_id) -> list[int]:
-    """The ids that end an answer: the given ones (an empty list: none), else the model's own, as ``generate`` takes.
+    """The ids that end an answer: the given ones (an empty list: none), else the target's own.
 
     Raises:
         DecodingError: given ids that are no tokens of the target.
     """
     if eos_token_id is None:
-        settings = getattr(target.model, "generation_config", None)
-        eos_token_id = getattr(settings, "eos_token_id", None)
-        if eos_token_id is None:
-            eos_token_id = getattr(target.config, "eos_token_id", None)
-        if eos_token_id is None and target.tokenizer is not None:
-            eos_token_id = target.tokenizer.eos_token_id
-        own = () if eos_token_id is None else eos_token_id
-        return [int(own)] if isinstance(own, int) else [int(i) for i in own]
+        return list(target.end_token_ids)
     if isinstance(eos_token_id, Tensor):
         eos_token_id = eos_token_id.tolist()
     ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id

@@ -39,13 +39,6 @@ class BackEnd(Protocol):
         ...
 
 
-def stop_ids(generation_config, config) -> tuple[int, ...]:
-    """The token ids that end an answer: of the generation config, or else of the model's config."""
-    value = getattr(generation_config, "eos_token_id", None)
-    value = getattr(config, "eos_token_id", None) if value is None else value
-    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)
-
-
 class TargetBackEnd:
     """Features by a target loaded with transformers.
 
@@ -58,7 +51,7 @@ class TargetBackEnd:
     def __init__(self, target, aux_layer_ids: Sequence[int] | None = None, batch_tokens: int = 4096):
         self._target, self._batch_tokens = target, batch_tokens
         self.tokenizer, self.vision = target.tokenizer, target.vision
-        self.end_token_ids = stop_ids(getattr(target.model, "generation_config", None), target.config)
+        self.end_token_ids = target.end_token_ids
         self.contract = FeatureContract.from_target(target, aux_layer_ids)
 
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
@@ -93,7 +86,6 @@ class EngineBackEnd:
         tables: ``TargetTables``: final norm and head of the same model, applied here, and its identity.
         aux_layer_ids: canonical ids, ascending.
         states: ``states(rows)`` yields (number of the row, aux [s, A*Ht], final [s, Ht]).
-        generation_config: the target's ``GenerationConfig``, or None if it has none.
         final_is_normed: whether the engine's final states are post-norm.
     """
 
@@ -102,14 +94,13 @@ class EngineBackEnd:
         tables,
         aux_layer_ids: Sequence[int],
         states: Callable[[Sequence], Iterator],
-        generation_config=None,
         *,
         final_is_normed: bool,
     ):
         self._tables, self._states = tables, states
         self._norm = None if final_is_normed else tables.final_norm
         self.tokenizer = tables.tokenizer
-        self.end_token_ids = stop_ids(generation_config, tables.config)
+        self.end_token_ids = tables.end_token_ids
         self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
 
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:

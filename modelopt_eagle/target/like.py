@@ -36,6 +36,7 @@ class TableTarget(Protocol):
         final_norm: the norm after the last layer.
         head: post-norm hidden states [..., Ht] to logits [..., V].
         hidden_size, num_layers, vocab_size: Ht, number of decoder layers, V.
+        end_token_ids: the ids that end an answer, ascending.
     """
 
     @property
@@ -58,6 +59,8 @@ class TableTarget(Protocol):
     def num_layers(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def end_token_ids(self) -> tuple[int, ...]: ...
 
     def identity(self) -> TargetIdentity:
         """What features and heads of this target are recorded with."""

@@ -13,6 +13,7 @@ from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
 from modelopt_eagle.target.identity import local_name
 from modelopt_eagle.target.model import Target
+from modelopt_eagle.target.stops import read_generation_config
 from modelopt_eagle.target.vision import vision_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -50,6 +51,7 @@ def load_target(
     place = resolve(name)
     config = load_config(place, revision, trust_remote_code)
     model_class = causal_class(config, name, trust_remote_code)
+    read_generation_config(place, revision)  # transformers would pass over a broken one
     arguments = {
         "config": config,
         "dtype": _DTYPES[dtype],

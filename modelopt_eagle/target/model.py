@@ -16,6 +16,7 @@ from modelopt_eagle.target.capture import LayerCapture, check_layer_ids, default
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.parts import find_parts
+from modelopt_eagle.target.stops import find_end_token_ids
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,12 @@ class Target:
     def dtype(self) -> torch.dtype:
         """The dtype of the embedding, and of the features."""
         return self.embedding.weight.dtype
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer, ascending; see :mod:`modelopt_eagle.target.stops`."""
+        generation = getattr(self.model, "generation_config", None)
+        return find_end_token_ids(self.tokenizer, generation, self.model.config, self.config)
 
     def default_aux_layer_ids(self) -> tuple[int, ...]:
         """EAGLE-3's three layers of this target; see ``capture.default_layer_ids``. TargetError below 6 layers."""

@@ -16,6 +16,7 @@ from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.load import causal_class, first_line, load_config, load_tokenizer, resolve
 from modelopt_eagle.target.parts import TargetParts, find_parts
+from modelopt_eagle.target.stops import find_end_token_ids, read_generation_config
 from modelopt_eagle.target.vision import VisionProcessor, vision_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
@@ -33,6 +34,7 @@ class TargetTables:
         tokenizer: with the chat template in effect.
         name: of the model.
         revision: commit hash on the hub, or a fingerprint of the local content.
+        end_token_ids: the ids that end an answer, ascending; see :mod:`modelopt_eagle.target.stops`.
         vision: the ``VisionProcessor`` of a vision-language model, to read rows with images.
     """
 
@@ -43,6 +45,7 @@ class TargetTables:
     tokenizer: Any
     name: str
     revision: str
+    end_token_ids: tuple[int, ...]
     vision: VisionProcessor | None = None
 
     @property
@@ -127,6 +130,7 @@ def load_target_tables(
         tokenizer,
         identity.local_name(place) if local else str(name),
         content_revision(place, revision),
+        find_end_token_ids(tokenizer, read_generation_config(place, revision), config, text_config),
         vision_of(tokenizer, place, config, revision, trust_remote_code),
     )
 

@@ -14,7 +14,7 @@ from modelopt_eagle.data import DataReport, TokenizedDataset, prepare_dataset
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, RecipeError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
-from modelopt_eagle.features.dump import TargetBackEnd, dump, stop_ids
+from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.foreign.reader import RECIPE_KEYS, ForeignReader, open_reader
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
@@ -131,15 +131,6 @@ def held_out_rows(count: int) -> list[int]:
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
-def end_token_ids(tables) -> tuple[int, ...]:
-    """What a target stops at, by its generation config or else its config.
-
-    Args:
-        tables: a ``Target`` or ``TargetTables``.
-    """
-    return stop_ids(getattr(getattr(tables, "model", None), "generation_config", None), tables.config)
-
-
 def read_data(recipe: Recipe, target, paths) -> TokenizedDataset:
     """Conversations of a recipe, tokenised for a target."""
     data = recipe.data
@@ -154,7 +145,7 @@ def read_data(recipe: Recipe, target, paths) -> TokenizedDataset:
         max_rows=data.max_rows,
         max_length=data.max_length,
         overlong=data.overlong,
-        end_token_ids=end_token_ids(target),
+        end_token_ids=target.end_token_ids,
         vision=None if from_servers else getattr(target, "vision", None),
     )
 

@@ -11,7 +11,7 @@ from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import RunningTarget, TableTarget, TargetIdentity
-from modelopt_eagle.training.data import RunData, end_token_ids
+from modelopt_eagle.training.data import RunData
 from modelopt_eagle.training.initialise import random_module, start_from_target
 from modelopt_eagle.training.teacher_mass import teacher_mass
 
@@ -205,8 +205,8 @@ def choose_vocabulary(recipe: Recipe, tables: TableTarget, data: RunData) -> tup
         counts = data.counts
         if eagle.draft_vocab_counts == "teacher" and hasattr(data.train, "load"):  # a streamed source has no rows yet
             counts = counts + teacher_mass(data.train, tables.head, total)
-        ends = end_token_ids(tables)
-        vocab = DraftVocab.from_counts(counts, eagle.draft_vocab_size, required_ids(tables.tokenizer, total, ends))
+        needed = required_ids(tables.tokenizer, total, tables.end_token_ids)
+        vocab = DraftVocab.from_counts(counts, eagle.draft_vocab_size, needed)
     inside = coverage_of(data.counts, vocab)
     return vocab, f"draft vocabulary: {vocab.size} of {total} tokens, {inside:.2%} of the supervised tokens are inside"
 

@@ -1,24 +1,22 @@
 """Answers by the target itself: a draft head learns best from the text that the target would write.
 
-Batched decoding with a KV cache, left padding, rows sorted by length; a row leaves the batch when it ends. Greedy
-decoding takes the plain argmax (no repetition penalty or other processor of the model's generation config), which is
-what greedy verification accepts.
+Decoded by :class:`~modelopt_eagle.decoding.PlainGenerator`. Greedy decoding takes the plain argmax (no repetition
+penalty or other processor of the model's generation config), which is what greedy verification accepts.
 """
 
-import inspect
 import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-from transformers import DynamicCache
 
 from modelopt_eagle.data.prompts import Prompt
 from modelopt_eagle.data.roles import Message
 from modelopt_eagle.data.template import render_text
+from modelopt_eagle.decoding import PlainGenerator
 from modelopt_eagle.errors import DataError
+from modelopt_eagle.target.model import Target
+from modelopt_eagle.validation.dialogues import window
 
 
 @dataclass(frozen=True)
@@ -38,93 +36,50 @@ class _Dialogue:
     finish_reason: str = "stop"
 
 
-def stop_token_ids(model, tokenizer) -> set[int]:
-    """The ids that end an answer: the tokenizer's end token and those of the model's generation config."""
-    ids: set[int] = set()
-    for value in (tokenizer.eos_token_id, getattr(getattr(model, "generation_config", None), "eos_token_id", None)):
-        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    if not ids:
-        raise DataError("neither tokenizer nor model names an end token; answers could never end")
-    return ids
-
-
-@torch.inference_mode()
 def decode_batch(
-    model,
+    generator: PlainGenerator,
     prompts: list[list[int]],
-    stop_ids: set[int],
+    end_ids: Collection[int],
     max_new_tokens: int,
     temperature: float = 0.0,
     seeds: list[int] | None = None,
 ) -> list[tuple[list[int], str]]:
-    """Continue each prompt until a stop id or ``max_new_tokens``.
+    """Continue each prompt until an end token or ``max_new_tokens``.
 
     Args:
-        model: a causal language model of transformers.
+        generator: of the target.
         prompts: token ids; rows may differ in length, none may be empty.
+        end_ids: what ends an answer.
+        max_new_tokens: limit on new tokens of a row.
         temperature: 0 takes the argmax; above it samples from ``softmax(logits / temperature)``.
         seeds: one a row for sampling, so that a row's answer does not depend on the rest of its batch.
 
     Returns:
-        for each row the new ids without the stop id, and ``"stop"`` or ``"length"``.
+        for each row the new ids without the end token, and ``"stop"`` or ``"length"``.
+
+    Raises:
+        DecodingError: a prompt that leaves no room for ``max_new_tokens`` in the target's window.
     """
-    device = model.get_input_embeddings().weight.device
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts], device=device)  # [B,S]
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device)  # [B,S]
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [B,S]
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds or []]
-    answers: list[list[int]] = [[] for _ in prompts]
-    reasons = ["length"] * len(prompts)
-    alive = list(range(len(prompts)))
-    cache = DynamicCache(config=model.config)
-    renamed = "cache" in inspect.signature(model.forward).parameters  # within transformers 5.x
-    for _ in range(max_new_tokens):
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{"cache" if renamed else "past_key_values": cache},
-        )
-        logits = output.logits[:, -1].float()  # [b,V]
-        if temperature > 0:
-            shares = (logits / temperature).softmax(-1).cpu()  # [b,V]
-            chosen = [
-                int(torch.multinomial(share, 1, generator=generators[row]))
-                for row, share in zip(alive, shares, strict=True)
-            ]
-        else:
-            chosen = logits.argmax(-1).tolist()
-        keep = []
-        for slot, (row, token) in enumerate(zip(alive, chosen, strict=True)):
-            if token in stop_ids:
-                reasons[row] = "stop"
-            else:
-                answers[row].append(token)
-                keep.append(slot)
-        if not keep:
-            break
-        if len(keep) < len(alive):
-            index = torch.tensor(keep, device=device)
-            cache.batch_select_indices(index)
-            mask, positions = mask[index], positions[index]
-            alive, chosen = [alive[slot] for slot in keep], [chosen[slot] for slot in keep]
-        ids = torch.tensor(chosen, device=device)[:, None]  # [b,1]
-        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)  # [b,S+t]
-        positions = positions[:, -1:] + 1  # [b,1]
-    return list(zip(answers, reasons, strict=True))
+    output = generator.generate(prompts, max_new_tokens, temperature, eos_token_id=sorted(end_ids), seed=seeds)
+    return [
+        (tokens[:-1], "stop") if reason == "eos" else (tokens, "length")
+        for tokens, reason in zip(output.tokens, output.finish_reasons, strict=True)
+    ]
 
 
-def answer_prompts(model, tokenizer, prompts: list[Prompt], settings: SynthesisSettings) -> list[dict]:
+def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: SynthesisSettings) -> list[dict]:
     """Answer every user turn of one batch of prompts, each turn after the answers to those before it.
 
     Returns:
         rows ``{id, category, messages, finish_reason}``; ``finish_reason`` is that of the last answer, and an assistant
         message that was cut carries its own ``"finish_reason": "length"``.
+
+    Raises:
+        DataError: a target that names no end token, or a turn that does not fit its window.
     """
-    stops = stop_token_ids(model, tokenizer)
+    target, tokenizer = generator.target, generator.target.tokenizer
+    if not target.end_token_ids:
+        raise DataError(f"neither tokenizer nor configs of {target.name} name an end token; answers could never end")
     dialogues = [
         _Dialogue(prompt, [{"role": "system", "content": prompt.system}] if prompt.system else []) for prompt in prompts
     ]
@@ -133,8 +88,17 @@ def answer_prompts(model, tokenizer, prompts: list[Prompt], settings: SynthesisS
         for dialogue in asking:
             dialogue.messages.append({"role": "user", "content": dialogue.prompt.turns[turn]})
         inputs = [_prompt_ids(tokenizer, dialogue.messages) for dialogue in asking]
+        for dialogue, ids in zip(asking, inputs, strict=True):
+            if len(ids) + settings.max_new_tokens > window(target):
+                raise DataError(
+                    f"prompt {dialogue.prompt.id!r}, turn {turn + 1}: {len(ids)} tokens and {settings.max_new_tokens} "
+                    f"new ones do not fit the {window(target)} positions of {target.name}: lower --max_new_tokens, or "
+                    "shorten the prompt; what is answered already is kept"
+                )
         seeds = [zlib.crc32(f"{settings.seed}/{dialogue.prompt.id}/{turn}".encode()) for dialogue in asking]
-        answers = decode_batch(model, inputs, stops, settings.max_new_tokens, settings.temperature, seeds)
+        answers = decode_batch(
+            generator, inputs, target.end_token_ids, settings.max_new_tokens, settings.temperature, seeds
+        )
         for dialogue, (ids, reason) in zip(asking, answers, strict=True):
             message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
             if reason == "length":
@@ -155,8 +119,7 @@ def _prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
 
 
 def synthesize(
-    model,
-    tokenizer,
+    target: Target,
     prompts: list[Prompt],
     output: Path,
     settings: SynthesisSettings,
@@ -171,9 +134,10 @@ def synthesize(
     todo = [prompt for prompt in prompts if prompt.id not in done]
     # the largest first: what does not fit in memory shows early
     todo.sort(key=lambda prompt: (len(prompt.turns), sum(map(len, prompt.turns))), reverse=True)
+    generator = PlainGenerator(target)
     with open(output, "a", encoding="utf-8") as handle:
         for start in range(0, len(todo), batch_size):
-            rows = answer_prompts(model, tokenizer, todo[start : start + batch_size], settings)
+            rows = answer_prompts(generator, todo[start : start + batch_size], settings)
             handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             handle.flush()
             on_batch(rows)

@@ -8,8 +8,11 @@ from data_toy import write_lines
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data import load_prompts
+from modelopt_eagle.data.prompts import Prompt
+from modelopt_eagle.decoding import PlainGenerator
+from modelopt_eagle.errors import DataError
 from modelopt_eagle.validation import synthesis
-from modelopt_eagle.validation.synthesis import decode_batch, prepare_output, stop_token_ids
+from modelopt_eagle.validation.synthesis import decode_batch, prepare_output
 
 PROMPTS = [[4, 50, 60], [70] * 9, [9, 8, 100, 101, 102, 103]]
 
@@ -31,19 +34,24 @@ def test_batched_answers_equal_plain_decoding(tiny_target):
     stops = {free[0][5], free[2][2]}  # rows end at different steps, one may not end
     expected = [plain_decoding(tiny_target.model, prompt, stops, 12) for prompt in PROMPTS]
     assert {reason for _, reason in expected} >= {"stop"} and len({len(ids) for ids, _ in expected}) > 1
-    assert decode_batch(tiny_target.model, PROMPTS, stops, 12) == expected
+    assert decode_batch(PlainGenerator(tiny_target), PROMPTS, stops, 12) == expected
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_batch(tiny_target):
-    model = tiny_target.model
+    model = PlainGenerator(tiny_target)
     together = decode_batch(model, PROMPTS, set(), 8, temperature=1.5, seeds=[1, 2, 3])
     alone = [decode_batch(model, [p], set(), 8, temperature=1.5, seeds=[s])[0] for s, p in enumerate(PROMPTS, 1)]
     assert together == alone
     assert together != decode_batch(model, PROMPTS, set(), 8, temperature=1.5, seeds=[4, 5, 6])
 
 
-def test_stop_ids_are_those_of_tokenizer_and_model(tiny_target):
-    assert stop_token_ids(tiny_target.model, tiny_target.tokenizer) == {tiny_target.tokenizer.eos_token_id}
+def test_what_could_never_be_answered_is_refused(monkeypatch, tiny_target):
+    generator, prompt = PlainGenerator(tiny_target), Prompt("q", "", ("why?",))
+    with pytest.raises(DataError, match=r"prompt 'q', turn 1: \d+ tokens and 3000 new ones do not fit the 2048"):
+        synthesis.answer_prompts(generator, [prompt], synthesis.SynthesisSettings("toy", max_new_tokens=3000))
+    monkeypatch.setattr(type(tiny_target), "end_token_ids", ())
+    with pytest.raises(DataError, match="name an end token"):
+        synthesis.answer_prompts(generator, [prompt], synthesis.SynthesisSettings("toy"))
 
 
 @pytest.fixture

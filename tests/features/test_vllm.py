@@ -14,7 +14,7 @@ import torch
 
 from modelopt_eagle.data import prepare_dataset
 from modelopt_eagle.features import OfflineSource, OnlineSource
-from modelopt_eagle.features.dump import TargetBackEnd, stop_ids
+from modelopt_eagle.features.dump import TargetBackEnd
 from modelopt_eagle.serving.check import engine_environment
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.gguf import convert_quickstart
@@ -51,8 +51,7 @@ def talks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(target, talks):
-    ends = stop_ids(target.model.generation_config, target.config)
-    return prepare_dataset(target.tokenizer, talks, max_length=LONGEST, end_token_ids=ends)
+    return prepare_dataset(target.tokenizer, talks, max_length=LONGEST, end_token_ids=target.end_token_ids)
 
 
 def worker(python, talks, folder, log, shard):
