@@ -163,7 +163,7 @@ def load_pair(arguments: argparse.Namespace):
     from modelopt_eagle.cli._reading import read_options
     from modelopt_eagle.errors import DecodingError
     from modelopt_eagle.export import load_draft
-    from modelopt_eagle.recipe.schema import ModelSection
+    from modelopt_eagle.recipe.sections import ModelSection
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.identity import tokenizer_hash
     from modelopt_eagle.target.lora import merge_adapter

@@ -1,16 +1,23 @@
-"""Typed recipes: ``load_recipe``, the schema, and the resolved recipe of a run."""
+"""Typed recipes: ``load_recipe``, the sections, and the resolved recipe of a run."""
 
-from modelopt_eagle.recipe.arguments import add_recipe_arguments, recipe_from_arguments
-from modelopt_eagle.recipe.launch import train_parser, train_recipe
+from modelopt_eagle.recipe.command_line import (
+    add_recipe_arguments,
+    recipe_from_arguments,
+    train_parser,
+    train_recipe,
+)
 from modelopt_eagle.recipe.loader import as_recipe, find_recipe, load_recipe, replaced
-from modelopt_eagle.recipe.outcome import ExportSection, ValidationSection
+from modelopt_eagle.recipe.recipe import Recipe
 from modelopt_eagle.recipe.resolved import dump_resolved, resolved_text, same_recipe
-from modelopt_eagle.recipe.schema import (
+from modelopt_eagle.recipe.sections import (
     DataSection,
     EagleSection,
+    ExportSection,
     ModelSection,
-    Recipe,
+    Section,
+    TargetLoraSection,
     TrainingSection,
+    ValidationSection,
 )
 
 __all__ = [
@@ -19,6 +26,8 @@ __all__ = [
     "ExportSection",
     "ModelSection",
     "Recipe",
+    "Section",
+    "TargetLoraSection",
     "TrainingSection",
     "ValidationSection",
     "add_recipe_arguments",

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from modelopt_eagle.errors import RecipeError
-from modelopt_eagle.recipe.names import nearest, nearest_key, nearest_section
-from modelopt_eagle.recipe.schema import Recipe, default_output_dir
-from modelopt_eagle.recipe.section import accepted_types
+from modelopt_eagle.recipe.explain import explain, nearest, nearest_key, unknown_key, unknown_section
+from modelopt_eagle.recipe.recipe import Recipe, default_output_dir
+from modelopt_eagle.recipe.sections.base import accepted_types
 from modelopt_eagle.recipe.yaml_file import parse_value, read_yaml
 
 OVERRIDE = "override"
@@ -57,7 +57,7 @@ def load_recipe(path: str | Path | Mapping[str, Any] | None = None, overrides: I
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(_explain(error, places, texts, path)) from None
+        raise RecipeError(explain(error, places, texts, path)) from None
     recipe._origin = origin
     return recipe
 
@@ -88,7 +88,7 @@ def replaced(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     try:
         copied = Recipe.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(_explain(error, {}, {}, None)) from None
+        raise RecipeError(explain(error, {}, {}, None)) from None
     copied._origin = {**recipe._origin, **dict.fromkeys(changes, GIVEN)}
     return copied
 
@@ -124,7 +124,7 @@ def _with_sections(content: dict[str, Any], places: dict[str, str]) -> dict[str,
     for section, body in content.items():
         where = places.get(str(section), "recipe")
         if section not in Recipe.sections():
-            raise RecipeError(f"{where}: {_unknown_section(str(section))}")
+            raise RecipeError(f"{where}: {unknown_section(str(section))}")
         if body is not None and not isinstance(body, dict):
             raise RecipeError(f"{where}: expected keys below section {section!r}, found {body!r}")
         result[section] = {str(key): copy.deepcopy(value) for key, value in (body or {}).items()}
@@ -143,10 +143,10 @@ def _apply_override(content: dict[str, dict[str, Any]], text: str) -> str:
     if section not in Recipe.sections():
         near = nearest_key(None, rest)
         hint = f"; nearest valid name: {near}" if near else ""
-        raise RecipeError(f"override {text!r}: {_unknown_section(section)}{hint}")
+        raise RecipeError(f"override {text!r}: {unknown_section(section)}{hint}")
     body = content.setdefault(section, {})
     if key not in Recipe.sections()[section].model_fields:
-        raise RecipeError(f"override {text!r}: {_unknown_key(section, key)}")
+        raise RecipeError(f"override {text!r}: {unknown_key(section, key)}")
     kinds = accepted_types(Recipe.sections()[section].model_fields[key].annotation)
     value = parse_value(raw)
     if below:
@@ -161,53 +161,3 @@ def _apply_override(content: dict[str, dict[str, Any]], text: str) -> str:
         is_text = str in kinds and not isinstance(value, (str, list, dict, type(None)))
         body[key] = raw.strip() if is_text else value
     return f"{section}.{key}"
-
-
-def _explain(error: ValidationError, places: dict[str, str], texts: dict[str, str], path: Path | None) -> str:
-    """All faults of a recipe, one a line: where, which key, what was expected, found, and meant."""
-    faults: dict[str, list[str]] = {}
-    for fault in error.errors(include_url=False):
-        name = ".".join(str(part) for part in fault["loc"][:2])
-        section = name.split(".")[0]
-        if name in texts:
-            where = f"override {texts[name]!r}: "
-        elif name in places or section in places:
-            where = f"{places.get(name) or places[section]}: {name}: "
-        else:
-            where = f"{path}: {name}: " if path is not None and name else (f"{name}: " if name else "")
-        said = faults.setdefault(where, [])
-        message = _fault_message(fault)
-        if message not in said:
-            said.append(message)
-    return "\n".join(where + "; or ".join(said) for where, said in faults.items())
-
-
-def _fault_message(fault: dict[str, Any]) -> str:
-    kind, found = fault["type"], fault.get("input")
-    if kind == "extra_forbidden":
-        section, key = (str(part) for part in fault["loc"][:2])
-        return _unknown_key(section, key)
-    if kind == "literal_error":
-        choices = fault["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        near = nearest(str(found), choices)
-        hint = f"; nearest valid value: {near}" if near else ""
-        return f"expected one of {', '.join(choices)}, found {found!r}{hint}"
-    message = fault["msg"].removeprefix("Value error, ")
-    if kind == "value_error" and ("found" in message or isinstance(found, dict)):
-        return message
-    message = message.replace("Input should be", "expected").replace("a valid i", "an i").replace("a valid", "a")
-    hint = "; write null for no value" if isinstance(found, str) and found.lower() in ("none", "nil") else ""
-    hint = hint or ("; put it in quotes" if kind == "string_type" and isinstance(found, (int, float)) else "")
-    return f"{message}, found {found!r}{hint}"
-
-
-def _unknown_section(section: str) -> str:
-    near = nearest_section(section)
-    hint = f"; nearest: {near}" if near else ""
-    return f"unknown section {section!r}{hint} (sections: {', '.join(Recipe.sections())})"
-
-
-def _unknown_key(section: str, key: str) -> str:
-    near = nearest_key(section, key)
-    hint = f"; nearest valid name: {near.removeprefix(section + '.')}" if near else "; see docs/recipes.md"
-    return f"unknown key {key!r} in section {section!r}{hint}"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from modelopt_eagle.recipe.loader import load_recipe
-from modelopt_eagle.recipe.schema import Recipe
+from modelopt_eagle.recipe.recipe import Recipe
 from modelopt_eagle.recipe.yaml_file import dump_value
 
 # Keys that do not change what is trained: where things lie, how often they are said, and what follows training.

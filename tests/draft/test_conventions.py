@@ -7,7 +7,7 @@ import torch
 
 from modelopt_eagle.draft.conventions import CONVENTIONS, convention_named
 from modelopt_eagle.recipe import load_recipe
-from modelopt_eagle.recipe.schema import EagleSection
+from modelopt_eagle.recipe.sections import EagleSection
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

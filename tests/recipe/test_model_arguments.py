@@ -4,7 +4,7 @@ import pytest
 
 from modelopt_eagle.cli import train_and_export
 from modelopt_eagle.recipe import load_recipe
-from modelopt_eagle.recipe.schema import ModelSection
+from modelopt_eagle.recipe.sections import ModelSection
 
 
 class Asked(Exception):

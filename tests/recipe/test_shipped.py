@@ -6,7 +6,7 @@ from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe import load_recipe, train_recipe
 from modelopt_eagle.recipe.docs import docs_path, recipe_docs
 from modelopt_eagle.recipe.loader import recipe_folder
-from modelopt_eagle.recipe.schema import Recipe
+from modelopt_eagle.recipe.recipe import Recipe
 from modelopt_eagle.recipe.yaml_file import read_yaml
 
 RECIPES = sorted(file.stem for file in recipe_folder().glob("*.yaml"))

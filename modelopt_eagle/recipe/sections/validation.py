@@ -1,14 +1,13 @@
-"""The recipe's sections for what follows training: validation and export."""
+"""Recipe section ``validation``: how the acceptance length is measured after training."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from modelopt_eagle.recipe.bounds import check_tree_shape, default_tree_nodes, need
-from modelopt_eagle.recipe.section import Positive, Section
+from modelopt_eagle.recipe.sections.base import Positive, Section
 
 
 class ValidationSection(Section):
@@ -67,39 +66,3 @@ class ValidationSection(Section):
         if self.mode == "chain":
             return None
         return default_tree_nodes(self.topk, self.tree_depth) if self.num_nodes is None else self.num_nodes
-
-
-class ExportSection(Section):
-    """The folder that engines load."""
-
-    path: str | None = Field(None, description="Folder of the exported head; null: `export` in the output folder.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Numbers of the exported weights; `auto` is the target's."
-    )
-    layer_names: Literal["midlayer", "layers"] = Field(
-        "midlayer",
-        description="Tensor names of a one-layer head: `midlayer.*` is read by all three engines. Heads of more layers "
-        "are always written as `layers.N.*`.",
-    )
-    rope_scaling: dict[str, Any] | None = Field(
-        None,
-        description="Rope scaling written into the exported config, such as `{rope_type: yarn, factor: 4.0}`; "
-        "null: what was trained with.",
-    )
-    overwrite: bool = Field(False, description="Replace an export folder that exists; it is replaced whole.")
-    push_to_hub: str | None = Field(None, description="Hub repository (`owner/name`) to upload the export to.")
-
-    @field_validator("rope_scaling")
-    @classmethod
-    def _scaling_has_a_type(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        need(value is None or "rope_type" in value, "expected the key rope_type in rope_scaling (such as yarn)")
-        return value
-
-    @field_validator("push_to_hub")
-    @classmethod
-    def _repository_has_an_owner(cls, value: str | None) -> str | None:
-        need(
-            value is None or re.fullmatch(r"[\w.-]+/[\w.-]+", value),
-            f"expected a hub repository as owner/name, found {value!r}",
-        )
-        return value

@@ -26,6 +26,15 @@ class Section(BaseModel):
             raise ValueError("expected a value that is not a boolean")
         return value
 
+    @classmethod
+    def default(cls, key: str) -> Any:
+        """The value of a key that is not given."""
+        return cls.model_fields[key].get_default(call_default_factory=True)
+
+    def changed(self) -> list[str]:
+        """Keys whose value is not the default."""
+        return [key for key in type(self).model_fields if getattr(self, key) != self.default(key)]
+
 
 def accepted_types(annotation: Any) -> set[Any]:
     """The plain types inside an annotation: ``str | list[str] | None`` gives ``{str, list, NoneType}``."""

@@ -1,4 +1,4 @@
-"""The recipe's section on adapters of the target."""
+"""Recipe section ``target_lora``: adapters on the target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from modelopt_eagle.recipe.bounds import need
-from modelopt_eagle.recipe.section import LayerId, PositiveFloat, Section, Share
+from modelopt_eagle.recipe.sections.base import LayerId, PositiveFloat, Section, Share
 
 
 class TargetLoraSection(Section):
@@ -55,44 +55,6 @@ class TargetLoraSection(Section):
 
     @model_validator(mode="after")
     def _options_need_a_rank(self) -> TargetLoraSection:
-        changed = [
-            name
-            for name, field in type(self).model_fields.items()
-            if name != "rank" and getattr(self, name) != field.default
-        ]
+        changed = [key for key in self.changed() if key != "rank"]
         need(self.rank > 0 or not changed, f"{', '.join(changed)}: read only when rank is above 0: set rank: 16, say")
         return self
-
-
-def check_fits(lora: TargetLoraSection, data, eagle) -> None:
-    """Refuse what cannot go together with adapters on the target.
-
-    Args:
-        lora, data, eagle: sections of one recipe.
-
-    Raises:
-        ValueError: features that are not made in the step, or a loss that counts positions by the target's choice.
-    """
-    if lora.rank == 0:
-        return
-    made_before = {
-        "data.offline_data_path": data.offline_data_path,
-        "data.streaming_server_url": data.streaming_server_url,
-        "data.cache_features": None if data.cache_features == "none" else data.cache_features,
-    }
-    given = [f"{name}: {value}" for name, value in made_before.items() if value is not None]
-    need(
-        not given,
-        f"target_lora.rank {lora.rank} changes the target's features in every step, and {', '.join(given)} takes them "
-        "from before: leave it out to train online, or set target_lora.rank: 0",
-    )
-    need(
-        not eagle.counts_by_target_choice,
-        "target_lora: eagle.in_vocab_only and convention: eagle count positions by the target's choice, which the "
-        "adapters change within the step: set in_vocab_only: false and another convention, or target_lora.rank: 0",
-    )
-    need(
-        eagle.self_logit_distillation or lora.detach_teacher == type(lora).model_fields["detach_teacher"].default,
-        "target_lora.detach_teacher speaks of the target's distribution, and self_logit_distillation: false learns "
-        "the text: leave it out",
-    )

@@ -1,0 +1,21 @@
+"""The sections of a recipe, a file each."""
+
+from modelopt_eagle.recipe.sections.base import Section
+from modelopt_eagle.recipe.sections.data import DataSection
+from modelopt_eagle.recipe.sections.eagle import EagleSection
+from modelopt_eagle.recipe.sections.export import ExportSection
+from modelopt_eagle.recipe.sections.model import ModelSection
+from modelopt_eagle.recipe.sections.target_lora import TargetLoraSection
+from modelopt_eagle.recipe.sections.training import TrainingSection
+from modelopt_eagle.recipe.sections.validation import ValidationSection
+
+__all__ = [
+    "DataSection",
+    "EagleSection",
+    "ExportSection",
+    "ModelSection",
+    "Section",
+    "TargetLoraSection",
+    "TrainingSection",
+    "ValidationSection",
+]

@@ -1,0 +1,122 @@
+"""Recipe section ``data``: the conversations, and where the target's features of them come from."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from modelopt_eagle.recipe.bounds import need
+from modelopt_eagle.recipe.sections.base import Positive, Section
+
+
+class DataSection(Section):
+    """The conversations, and where the target's features of them come from."""
+
+    train_path: str | list[str] = Field(
+        "quickstart",
+        description="JSONL file(s) of `messages` or `conversations` rows, or `quickstart` (the conversations shipped). "
+        "With `offline_data_path` the rows come from the store instead.",
+    )
+    eval_path: str | list[str] | None = Field(
+        None,
+        description="JSONL file(s) of held-out conversations for the acceptance walk while training; several get a "
+        "number each, besides the pooled one.",
+    )
+    max_length: Annotated[int, Field(ge=16)] = Field(
+        2048,
+        description="Training window in tokens; longer conversations are handled by `overlong` and counted. It is not "
+        "the limit declared to engines: the exported `max_position_embeddings` stays the target's.",
+    )
+    overlong: Literal["truncate", "drop"] = Field(
+        "truncate", description="What happens to a conversation longer than `max_length`: cut at its end, or left out."
+    )
+    unknown_role: Literal["fail", "drop"] = Field(
+        "fail", description="A role that is neither known nor in `role_aliases`: stop, or leave the row out, counted."
+    )
+    role_aliases: dict[str, Literal["system", "user", "assistant"]] = Field(
+        default_factory=dict, description="Further role names: `{my_model_v2: assistant}`."
+    )
+    max_rows: Positive | None = Field(None, description="Use only the first rows of the data; null: all.")
+    offline_data_path: str | None = Field(
+        None,
+        description="Folder of dumped features: train from it, without running the target. A feature store, or a dump "
+        "of Model-Optimizer, SpecForge or speculators as it is.",
+    )
+    offline_final_states: Literal["normed", "pre-norm"] | None = Field(
+        None,
+        description="Whether the final states of another tool's dump are after or before the final norm, where its "
+        "files do not say it.",
+    )
+    offline_all_supervised: bool = Field(
+        False, description="Train on every token of another tool's dump that holds no loss mask."
+    )
+    cache_features: Literal["none", "memory", "disk"] = Field(
+        "none",
+        description="Run the target over the data once, keep its features in memory or in a store under `output_dir`, "
+        "and train all epochs from them.",
+    )
+    streaming_server_url: str | None = Field(
+        None, description="Feature server(s) to train from, comma-separated: `http://host:8000,http://other:8000`."
+    )
+    streaming_transport: Literal["auto", "shm", "tcp", "nixl"] = Field(
+        "auto",
+        description="How states come from the server: shared memory (same host), TCP, NIXL (needs `nixl-cu12` or "
+        "`nixl-cu13` on both sides); auto: shared memory on loopback, else TCP.",
+    )
+    on_missing: Literal["fail", "generate", "skip"] = Field(
+        "fail",
+        description="A row of `train_path` that the store at `offline_data_path` lacks: stop, compute it (by the "
+        "server, or by the target here) and store it, or skip it, counted.",
+    )
+    shuffle: bool = Field(True, description="New order of the conversations in every epoch, drawn from the seed.")
+
+    @field_validator("train_path", "eval_path")
+    @classmethod
+    def _paths_are_named(cls, value: str | list[str] | None) -> str | list[str] | None:
+        need(value is None or (bool(value) and all(value)), "expected a path or a list of paths, found an empty one")
+        return value
+
+    @field_validator("streaming_server_url")
+    @classmethod
+    def _urls_are_http(cls, value: str | None) -> str | None:
+        for url in value.split(",") if value is not None else []:
+            need(
+                re.match(r"https?://[^/\s]+", url.strip()),
+                f"expected http://HOST:PORT (several: comma-separated), found {url.strip()!r}",
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _one_feature_source(self) -> DataSection:
+        stored, streamed = self.offline_data_path is not None, self.streaming_server_url is not None
+        need(
+            not (stored and streamed) or self.on_missing == "generate",
+            "offline_data_path and streaming_server_url are two feature sources: set one of them to null, or "
+            "on_missing: generate to let the server fill the store",
+        )
+        for name, given in (
+            ("offline_final_states", self.offline_final_states is not None),
+            ("offline_all_supervised", self.offline_all_supervised),
+        ):
+            need(
+                not given or (stored and self.on_missing == "fail"),
+                f"{name} speaks of another tool's dump: set offline_data_path to it and leave on_missing at fail, or "
+                "leave it out",
+            )
+        need(
+            stored or self.on_missing == "fail",
+            f"on_missing: {self.on_missing} speaks of rows missing from a store: set offline_data_path, or leave it at "
+            "fail",
+        )
+        need(
+            streamed or self.streaming_transport == "auto",
+            "streaming_transport speaks of a feature server: set streaming_server_url, or leave it at auto",
+        )
+        need(
+            not (stored or streamed) or self.cache_features == "none",
+            f"cache_features: {self.cache_features} keeps what the target computes in this run: set it to none with "
+            "offline_data_path or streaming_server_url",
+        )
+        return self

@@ -1,0 +1,70 @@
+"""Recipe section ``model``: the frozen target, and where the head starts from."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from pydantic import Field
+
+from modelopt_eagle.recipe.sections.base import Section
+
+
+class ModelSection(Section):
+    """The frozen target model, and where the head starts from."""
+
+    base_model: str = Field(
+        "quickstart",
+        min_length=1,
+        description="The frozen target: a hub id, a local folder, a GGUF file, or `quickstart` (bundled SmolLM2-135M).",
+    )
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit) of the target.")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(
+        "auto", description="Numbers of the target: `auto` is what its checkpoint declares, and float32 on a CPU."
+    )
+    device: str = Field("auto", min_length=1, description="Where the target runs: `auto`, `cpu`, `cuda`, `cuda:1`, ...")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        "sdpa", description="The target's attention in transformers."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that the target's repository ships.")
+    draft_init: str | None = Field(
+        None, description="Folder of a trained head to continue from (any format that `load_draft` reads)."
+    )
+    draft_init_vocab: Literal["keep", "rebuild"] = Field(
+        "keep",
+        description="The vocabulary map of `draft_init`: kept as it is, or chosen anew by `eagle.draft_vocab_*` as for "
+        "a new head, each row of the head moved with its token.",
+    )
+    chat_template: str | None = Field(
+        None, description="Jinja chat template, or a file with one, used in place of the target's own."
+    )
+
+    def load_arguments(self) -> dict[str, Any]:
+        """Arguments for ``load_target``: ``load_target(**recipe.model.load_arguments())``.
+
+        ``dtype: auto`` becomes float32 where the target runs on a CPU, whose bfloat16 is many times slower, and
+        ``device: auto`` becomes the process's own accelerator where a launcher started several processes.
+        """
+        import torch
+
+        device = self.device
+        if device == "auto" and not torch.accelerator.is_available():
+            device = "cpu"
+        elif device == "auto" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            device = f"{torch.accelerator.current_accelerator().type}:{os.environ.get('LOCAL_RANK', 0)}"
+        return {
+            "name": self.base_model,
+            "dtype": "float32" if self.dtype == "auto" and device == "cpu" else self.dtype,
+            "device": device,
+            "revision": self.revision,
+            "attn_implementation": self.attn_implementation,
+            "trust_remote_code": self.trust_remote_code,
+            "chat_template": self.chat_template,
+        }
+
+    def decoding_arguments(self) -> dict[str, Any]:
+        """The same for decoding, where drafts need an attention that takes a mask: sdpa in place of flash attention."""
+        arguments = self.load_arguments()
+        if arguments["attn_implementation"] not in ("sdpa", "eager"):
+            arguments["attn_implementation"] = "sdpa"
+        return arguments
