@@ -343,7 +343,7 @@ def test_names_and_layers_that_are_not_there_are_refused(monkeypatch):
     with pytest.raises(TargetError, match="first_layer is 8.*layers 0 to 7"):
         TargetAdapter(make_tiny_target(), rank=2, alpha=2, target_modules=["q_proj"], first_layer=8)
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(MissingExtraError, match=r"modelopt_eagle\[lora\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e .*\[lora\]"):
         TargetAdapter(make_tiny_target(), rank=2, alpha=2, target_modules=["q_proj"])
 
 
