@@ -1,0 +1,190 @@
+"""The seam for drafters: everything that the toolkit asks of a kind of draft head, as one record.
+
+A drafter is a folder ``draft/<name>/`` whose ``algorithm.py`` holds an :class:`Algorithm` called ``ALGORITHM``, and an
+entry in :data:`SHIPPED`; code outside of the package registers its own with :func:`register`. Training, the acceptance
+walk, the generator, validation, export and the estimate ask the record and know of no kind by name.
+
+* Training: :attr:`Algorithm.plan` says what is predicted where (a flat list of
+  :class:`~modelopt_eagle.draft.predictions.Predictions`), :attr:`Algorithm.states` computes the states that the loss
+  turns into logits. The loss, its counts and hits by depth, and the report know nothing of how states were made.
+* Decoding: :attr:`Algorithm.drafter` gives an object for one generator, which gives a :class:`DraftLoop` for a batch.
+  The loop is handed what was accepted with its true features, and drafts the next tokens; its caches are its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from modelopt_eagle.draft.base import DraftModule
+from modelopt_eagle.draft.plan import DraftPlan
+from modelopt_eagle.draft.predictions import BatchView, Predictions
+from modelopt_eagle.draft.trees import RoundTree
+from modelopt_eagle.errors import RecipeError
+from modelopt_eagle.kernels.recorder import Recorder
+
+SHIPPED = ("eagle3",)
+"""Drafters of this package; ``draft/<name>/algorithm.py`` is read when one is asked for."""
+
+
+class DraftLoop(Protocol):
+    """Drafts for the rows of one batch, round after round."""
+
+    def commit(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> None:
+        """Take over what the target accepted since the last round (at first: the prompts).
+
+        Args:
+            tokens: ``[B, m]`` int64, the token AFTER each newly accepted position, padded on the right.
+            aux_hidden: ``[B, m, A·Ht]`` the target's true features at these positions.
+            starts: B positions committed before.
+            counts: B new positions, at least 1.
+        """
+        ...
+
+    def draft(self, lengths: list[int], roots: Tensor) -> Tensor | RoundTree:
+        """Draft behind what was committed.
+
+        Args:
+            lengths: B committed positions.
+            roots: ``[B]`` int64 the last emitted tokens, which no model has read yet.
+
+        Returns:
+            ``[B, K]`` int64 target ids of a chain, or a tree; both hold until the next round.
+        """
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the rows ``[b]`` int64 only."""
+        ...
+
+
+class Drafter(Protocol):
+    """What a generator keeps of a head between its calls: memory, recordings."""
+
+    def loop(self, batch: int, capacity: int) -> DraftLoop:
+        """A loop for ``batch`` rows of at most ``capacity`` committed positions."""
+        ...
+
+
+class Layout(Protocol):
+    """How heads of a kind lie in a folder that engines load."""
+
+    engines: tuple[str, ...]
+    """Engines that read it, by name."""
+
+    def write(self, module: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors of ``model.safetensors`` in ``dtype``, and the content of ``config.json``."""
+        ...
+
+    def recognises(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        """Whether a folder holds a head of this kind in this layout."""
+        ...
+
+    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> DraftModule:
+        """The head of such a folder; ``where`` names it in errors.
+
+        Raises:
+            CheckpointError: keys or tensors that are missing, unknown or of another shape.
+        """
+        ...
+
+    def probe(self, module: Any) -> Tensor:
+        """Draft logits on fixed random features, float32, in which every number of the head takes part."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training a head costs, in weights that are multiplied with.
+
+    Attributes:
+        every_token: weights that each token of a row meets once.
+        every_prediction: weights below the output layer that each prediction meets once more.
+        output: weights of the output layer, met at each prediction.
+    """
+
+    every_token: int
+    every_prediction: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One kind of draft head.
+
+    Attributes:
+        name: in recipes (``algorithm: eagle3``) and in the head's configuration.
+        title: for people.
+        config: the configuration's class, with ``from_dict``, ``to_dict`` and a field ``algorithm``.
+        module: the head's class, built as ``module(config, vocab)``.
+        head_config: ``(recipe, target config, identity, draft vocabulary size or None, aux layer ids)`` to the
+            configuration of a new head.
+        settings: recipe to what :attr:`plan` and :attr:`states` read of it; for most the section ``eagle``.
+        depths: settings to K, the drafted tokens that are trained.
+        plan: ``(view, settings, generator or None)`` to the predictions of a batch that are to be learned. It runs
+            before the head does, on every process that shares the batch alike.
+        states: ``(module, view, predictions, settings, generator or None)`` to states ``[n, H]`` after the head's last
+            norm, in the order of the predictions. A process that has none of them still takes part in what is gathered.
+        drafts: ``(module, view, steps)`` to the predictions and states of every draft of ``steps`` tokens that a
+            decoder could ask for within the answers: what the acceptance walk reads.
+        drafter: ``(module, target embedding, plan, recorder or None)`` to a :class:`Drafter`.
+        layout: of the exported folder.
+        cost: configuration to the cost of training it.
+        recipe: the shipped recipe to begin with.
+        trees: whether it drafts trees.
+        shares_context: whether a batch can be shared over processes by positions.
+    """
+
+    name: str
+    title: str
+    config: type
+    module: type[DraftModule]
+    head_config: Callable[..., Any]
+    settings: Callable[[Any], Any]
+    depths: Callable[[Any], int]
+    plan: Callable[[BatchView, Any, torch.Generator | None], Predictions]
+    states: Callable[[Any, BatchView, Predictions, Any, torch.Generator | None], Tensor]
+    drafts: Callable[[Any, BatchView, int], tuple[Predictions, Tensor]]
+    drafter: Callable[[Any, nn.Module, DraftPlan, Recorder | None], Drafter]
+    layout: Layout
+    cost: Callable[[Any], Cost]
+    recipe: str
+    trees: bool = True
+    shares_context: bool = True
+
+
+_REGISTERED: dict[str, Algorithm] = {}
+
+
+def register(algorithm: Algorithm) -> Algorithm:
+    """Make a drafter known under its name, and return it; a second one of that name takes the first one's place."""
+    _REGISTERED[algorithm.name] = algorithm
+    return algorithm
+
+
+def known_algorithms() -> list[str]:
+    """Names of the drafters that can be asked for."""
+    return sorted({*SHIPPED, *_REGISTERED})
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The drafter of a name.
+
+    Raises:
+        RecipeError: there is none; the message lists those that are known.
+    """
+    if name not in _REGISTERED and name in SHIPPED:
+        register(importlib.import_module(f"modelopt_eagle.draft.{name}.algorithm").ALGORITHM)
+    if name not in _REGISTERED:
+        raise RecipeError(f"algorithm {name!r} is unknown; known are {', '.join(known_algorithms())}")
+    return _REGISTERED[name]
+
+
+def algorithm_of(config: Any) -> Algorithm:
+    """The drafter that a head's configuration belongs to."""
+    return find_algorithm(config.algorithm)
