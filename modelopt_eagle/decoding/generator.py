@@ -19,8 +19,8 @@ from modelopt_eagle.decoding.output import GenerationOutput, Timings, prefix_cou
 from modelopt_eagle.decoding.requests import Request, StopRule, StreamCallback, end_token_ids, make_requests
 from modelopt_eagle.decoding.rounds import DraftedRounds, PlainRounds, Rounds
 from modelopt_eagle.decoding.target_runner import cache_argument
-from modelopt_eagle.draft import EagleModule
-from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.algorithm import Drafter, algorithm_of
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels.recorder import choose_recorder
@@ -28,7 +28,7 @@ from modelopt_eagle.target.model import Target
 
 
 class PseudoSpeculativeGenerator:
-    """Generates with a target and an EAGLE-3 head.
+    """Generates with a target and a draft head of any kind.
 
     Args:
         target: the frozen target.
@@ -51,7 +51,7 @@ class PseudoSpeculativeGenerator:
     def __init__(
         self,
         target: Target,
-        draft: EagleModule | None,
+        draft: DraftModule | None,
         mode: str = "chain",
         num_steps: int = 3,
         *,
@@ -80,7 +80,7 @@ class PseudoSpeculativeGenerator:
             check_pair(target, draft, self.plan)
         self.max_batch, self.cache_length = max_batch, cache_length
         self._recorder = choose_recorder(cuda_graph, target.device)
-        self._graphs: DraftGraphs | None = None
+        self._drafter: Drafter | None = None
         if fast_linear not in SWITCH:
             raise DecodingError(f'fast_linear must be "auto", True or False, found {fast_linear!r}')
         self.fast_linear = fast_linear
@@ -137,18 +137,18 @@ class PseudoSpeculativeGenerator:
         rule = StopRule(end_token_ids(self.target, eos_token_id), stop_strings, self.target.tokenizer)
         capacity = check_lengths(self.target, requests, self.plan, self.cache_length)
         timings = Timings()
-        graphs = self._take_graphs()
+        drafter = self._take_drafter()
         with ExitStack() as stack:
             for fast in self._fast_linears():
                 stack.enter_context(fast.use())
-            rounds = stack.enter_context(self._rounds(len(requests), capacity, timings, graphs))
+            rounds = stack.enter_context(self._rounds(len(requests), capacity, timings, drafter))
             run = _Run(requests, rule, on_tokens)
             run.emit(requests, *rounds.prefill(requests, images))
             rounds.keep(run.drop_finished())
             while run.active:
                 run.emit(run.active, *rounds.step(run.active))
                 rounds.keep(run.drop_finished())
-        self._graphs = graphs
+        self._drafter = drafter
         timings.other = time.perf_counter() - started - timings.prefill - timings.draft - timings.verify
         accepted = [request.accepted for request in requests]
         return GenerationOutput(
@@ -167,17 +167,18 @@ class PseudoSpeculativeGenerator:
             self._fast = [fast for fast in found if fast is not None]
         return self._fast
 
-    def _take_graphs(self) -> DraftGraphs | None:
-        """The graphs of the call before, or new ones if it failed or still runs in another thread."""
-        graphs, self._graphs = self._graphs, None
-        if graphs is None and self._recorder is not None and self.plan.depth:
-            graphs = DraftGraphs(self.draft, self.target.embedding, self.plan, self._recorder)
-        return graphs
+    def _take_drafter(self) -> Drafter | None:
+        """The memory and recordings of the call before, or new ones if it failed or still runs in another thread."""
+        drafter, self._drafter = self._drafter, None
+        if drafter is None and self.draft is not None and self.plan.depth:
+            make = algorithm_of(self.draft.config).drafter
+            drafter = make(self.draft, self.target.embedding, self.plan, self._recorder)
+        return drafter
 
-    def _rounds(self, batch: int, capacity: int, timings: Timings, graphs: DraftGraphs | None) -> Rounds:
-        if self.plan.depth == 0:
+    def _rounds(self, batch: int, capacity: int, timings: Timings, drafter: Drafter | None) -> Rounds:
+        if self.draft is None or drafter is None:
             return PlainRounds(self.target, capacity, timings)
-        return DraftedRounds(self.target, self.draft, self.plan, batch, capacity, timings, graphs)
+        return DraftedRounds(self.target, self.draft, drafter, self.plan, batch, capacity, timings)
 
 
 class PlainGenerator(PseudoSpeculativeGenerator):

@@ -16,10 +16,10 @@ from modelopt_eagle.decoding.output import Timings
 from modelopt_eagle.decoding.relocate import relocate_rows
 from modelopt_eagle.decoding.requests import Request
 from modelopt_eagle.decoding.target_runner import TargetRunner
-from modelopt_eagle.draft import EagleModule
-from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
-from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.algorithm import Drafter
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.plan import DraftPlan
+from modelopt_eagle.draft.trees import RoundTree
 from modelopt_eagle.target.model import Target
 
 
@@ -112,19 +112,16 @@ class DraftedRounds(Rounds):
     def __init__(
         self,
         target: Target,
-        draft: EagleModule,
+        draft: DraftModule,
+        drafter: Drafter,
         plan: DraftPlan,
         batch: int,
         capacity: int,
         timings: Timings,
-        graphs: DraftGraphs | None = None,
     ):
         super().__init__(target, draft.config.aux_layer_ids, capacity, timings, plan.num_nodes)
         self.draft, self.plan = draft, plan
-        if graphs is None:
-            self.loop = DraftLoop(draft, target.embedding, plan, batch, capacity)
-        else:
-            self.loop = graphs.loop(batch, capacity)
+        self.loop = drafter.loop(batch, capacity)
         self.sees, self.depths = causal(plan.num_nodes, target.device)  # of a chain
 
     def __enter__(self):
@@ -144,12 +141,13 @@ class DraftedRounds(Rounds):
         """One round: at least one token a row, up to D+1."""
         begun = time.perf_counter()
         committed = [length - count for length, count in zip(self.lengths, self.counts, strict=True)]
-        output = self.loop.advance(self.pending, self.features, committed, self.counts)  # [B,H]
+        self.loop.commit(self.pending, self.features, committed, self.counts)
+        drafts = self.loop.draft(self.lengths, self.last)  # [B,K], or a tree
         drafted = time.perf_counter()
-        if self.plan.is_tree:
-            choice = self._tree_round(output, requests)
+        if isinstance(drafts, RoundTree):
+            choice = self._verify_tree(drafts, requests)
         else:
-            choice = self._chain_round(output, requests)
+            choice = self._verify_chain(drafts, requests)
         counts = [accepted + 1 for accepted in choice.accepted]
         most = max(counts)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
@@ -160,28 +158,19 @@ class DraftedRounds(Rounds):
         self.timings.verify += ended - drafted
         return choice.emitted, choice.accepted
 
-    def _chain_round(self, output: Tensor, requests: list[Request]) -> Choice:
-        begun = time.perf_counter()
-        drafted = self.loop.chain(output, self.lengths)  # [B,K]
-        self._count_draft(begun)
+    def _verify_chain(self, drafted: Tensor, requests: list[Request]) -> Choice:
+        """Acceptance of ``[B, K]`` drafted tokens."""
         nodes = torch.cat((self.last[:, None], drafted), 1)  # [B,K+1]
         logits, features = self.runner.verify(nodes, self.lengths, self.sees, self.depths)
         return choose_chain(nodes, logits, features, requests)
 
-    def _tree_round(self, output: Tensor, requests: list[Request]) -> Choice:
-        begun = time.perf_counter()
-        drafted = self.loop.round_tree(output, self.lengths, self.last)
-        self._count_draft(begun)
+    def _verify_tree(self, drafted: RoundTree, requests: list[Request]) -> Choice:
+        """Acceptance of a tree; the accepted path is moved together in the target's cache."""
         tokens, depths = drafted.tree.tokens.long(), drafted.tree.depths.long()  # [B,N]
         logits, features = self.runner.verify(tokens, self.lengths, drafted.sees, depths)
         choice = choose_tree(drafted, logits, features, requests)
         relocate_rows(self.runner.cache, choice.path, self.lengths)
         return choice
-
-    def _count_draft(self, begun: float) -> None:
-        spent = time.perf_counter() - begun
-        self.timings.draft += spent
-        self.timings.verify -= spent
 
     def keep(self, rows: list[int] | None) -> Tensor | None:
         """Also keep the head's cache and what the next round reads."""

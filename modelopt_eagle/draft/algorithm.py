@@ -122,8 +122,8 @@ class Algorithm:
         title: for people.
         config: the configuration's class, with ``from_dict``, ``to_dict`` and a field ``algorithm``.
         module: the head's class, built as ``module(config, vocab)``.
-        head_config: ``(recipe, target config, identity, draft vocabulary size or None, aux layer ids)`` to the
-            configuration of a new head.
+        head_config: ``(recipe, target config, draft vocabulary size or None, aux layer ids or None, **fields)`` to the
+            configuration of a new head; ``fields`` are those that say what it was made for.
         settings: recipe to what :attr:`plan` and :attr:`states` read of it; for most the section ``eagle``.
         depths: settings to K, the drafted tokens that are trained.
         plan: ``(view, settings, generator or None)`` to the predictions of a batch that are to be learned. It runs
@@ -151,9 +151,9 @@ class Algorithm:
     states: Callable[[Any, BatchView, Predictions, Any, torch.Generator | None], Tensor]
     drafts: Callable[[Any, BatchView, int], tuple[Predictions, Tensor]]
     drafter: Callable[[Any, nn.Module, DraftPlan, Recorder | None], Drafter]
-    layout: Layout
     cost: Callable[[Any], Cost]
     recipe: str
+    layout: Layout | None = None
     trees: bool = True
     shares_context: bool = True
 

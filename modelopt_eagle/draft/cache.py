@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.module import EagleModule
 
 
 class DraftCache:

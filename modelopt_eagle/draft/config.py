@@ -69,6 +69,7 @@ class DraftConfig:
         norm_output: the state handed to the next step is taken after the final norm.
         own_embedding: the head carries its own embedding table ``[V, H]`` (forced where H differs from Ht).
         training_length: longest row seen in training, for the record; never a limit.
+        algorithm: the drafter that this is a head of, see :mod:`modelopt_eagle.draft.algorithm`.
     """
 
     hidden_size: int
@@ -106,6 +107,7 @@ class DraftConfig:
     target_model_type: str | None = None
     tokenizer_hash: str | None = None
     training_length: int | None = None
+    algorithm: str = "eagle3"
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):

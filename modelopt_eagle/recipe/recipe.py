@@ -99,11 +99,6 @@ class Recipe(Section):
             return
         where = f"training.context_parallel: {size}"
         need(
-            self.target_lora.rank == 0,
-            f"{where} shares what the head computes, and target_lora trains the target, which runs whole in each "
-            "process: set one of them to its default",
-        )
-        need(
             self.eagle.loss == "kl",
             f"{where}: eagle.loss: lk blends by the mean acceptance of a whole micro-batch, which no process holds: "
             "set loss: kl",

@@ -1,7 +1,8 @@
 """Training a head: the K-step rollout, the distillation loss, the loop around them."""
 
 from modelopt_eagle.draft.eagle3.rollout import RolloutOutput, rollout
-from modelopt_eagle.training.loss import LossOutput, distillation_loss
+from modelopt_eagle.training.distillation import distillation_loss
+from modelopt_eagle.training.loss import LossOutput
 
 __all__ = ["LossOutput", "RolloutOutput", "TrainingResult", "distillation_loss", "rollout", "train"]
 

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
-from modelopt_eagle.draft.eagle3.rollout import Documents, rollout
+from modelopt_eagle.draft.algorithm import algorithm_of
+from modelopt_eagle.draft.base import DraftModule
+from modelopt_eagle.draft.documents import Documents, WholeAxis
+from modelopt_eagle.draft.predictions import BatchView, Predictions
 
 CHUNK = 1024
 """Rows whose draft logits exist at once."""
@@ -87,11 +90,33 @@ def acceptance_walk(
         known; drafts that would reach past the answer's end are not counted.
     """
     batch, length = supervised.shape
-    output = rollout(module, token_embeddings, aux_hidden, num_steps, document_ids, supervised=supervised)
-    leading = accepted_lengths(module, output, supervised.reshape(-1), target_top1.reshape(-1))  # [N]
+    view = BatchView(
+        input_ids=torch.zeros(batch * length, dtype=torch.int64, device=supervised.device),  # the embeddings are given
+        supervised=supervised.flatten().bool(),
+        documents=Documents.make(batch, length, document_ids, supervised.device),
+        aux_hidden=aux_hidden.flatten(0, 1),
+        final_hidden=None,
+        embed=token_embeddings.flatten(0, 1).__getitem__,
+        length=length,
+        axis=WholeAxis(batch * length, supervised.device),
+    )
+    return walk(module, view, target_top1.flatten(), num_steps)
+
+
+@torch.no_grad()
+def walk(module: DraftModule, view: BatchView, target_top1: Tensor, num_steps: int) -> WalkResult:
+    """Walk every supervised span of a batch with a head of any kind.
+
+    Args:
+        module: the head.
+        view: of the batch, whole.
+        target_top1: ``[N]`` int64 argmax of the target's full logits, read where the next token is supervised.
+        num_steps: K, drafted tokens a step.
+    """
+    predictions, states = algorithm_of(module.config).drafts(module, view, num_steps)
+    lengths = accepted_lengths(module, predictions, states, view, target_top1).tolist()  # [N]
     result = WalkResult(num_steps)
-    lengths = leading.tolist()
-    for start, end in answer_spans(supervised, output.documents):
+    for start, end in answer_spans(view.supervised, view.documents):
         anchor, steps = start - 1, []
         while anchor + 2 < end:
             steps.append(lengths[anchor])
@@ -100,21 +125,32 @@ def acceptance_walk(
     return result
 
 
-def accepted_lengths(module: EagleModule, output, supervised: Tensor, target_top1: Tensor) -> Tensor:
-    """``[N]`` int64: leading steps of each anchor whose draft is the target's choice and lies in the answer."""
-    vocab = module.vocab
-    last = len(supervised) - 1
-    running = torch.ones(len(output.rows), dtype=torch.bool, device=supervised.device)  # [n]
-    leading = torch.zeros(len(output.rows), dtype=torch.int64, device=supervised.device)
-    for step, states in enumerate(output.states):
-        inside = supervised[(output.rows + step + 2).clamp(max=last)] & output.documents.exists(output.rows, step + 2)
+def accepted_lengths(
+    module: DraftModule, predictions: Predictions, states: Tensor, view: BatchView, target_top1: Tensor
+) -> Tensor:
+    """``[N]`` int64: leading drafts of each anchor that are the target's choice and lie in the answer.
+
+    Args:
+        predictions, states: the drafts, ``[n]`` and ``[n, H]``.
+        view: of the batch.
+        target_top1: ``[N]`` int64.
+    """
+    vocab, matrices = module.vocab, module.output_weights(predictions.depths)
+    last = len(view.supervised) - 1
+    running = torch.ones_like(view.supervised)  # [N]
+    leading = torch.zeros_like(view.input_ids)  # [N]
+    for depth in range(predictions.depths):
+        inside = view.supervised[(predictions.teacher + 1).clamp(max=last)] & view.documents.exists(
+            predictions.teacher, 1
+        )  # [n]
+        wanted = (predictions.depth == depth) & running[predictions.anchor] & inside
         hit = torch.zeros_like(running)
-        for part in (running & inside).nonzero().squeeze(1).split(CHUNK):
-            draft = module.lm_head(states[part]).argmax(-1)  # [c] draft ids
-            hit[part] = vocab.to_target(draft) == target_top1[output.rows[part] + step + 1]
+        for part in wanted.nonzero().squeeze(1).split(CHUNK):
+            draft = (states[part].to(matrices[depth].dtype) @ matrices[depth].T).argmax(-1)  # [c] draft ids
+            hit[predictions.anchor[part]] = vocab.to_target(draft) == target_top1[predictions.teacher[part]]
         running = running & hit
         leading += running
-    return torch.zeros_like(supervised, dtype=torch.int64).index_copy_(0, output.rows, leading)
+    return leading
 
 
 def answer_spans(supervised: Tensor, documents: Documents) -> list[tuple[int, int]]:

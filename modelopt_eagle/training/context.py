@@ -1,9 +1,10 @@
 """Context parallelism: one packed batch shared over the processes of a group, by positions.
 
-What anchor ``i`` needs of others are the step-0 keys and values of earlier tokens, and nothing else: the later steps
-add its own column, its teacher is read at ``i + 1 + k``. So each process fuses the features, runs the layer and takes
-the loss for its own tokens, and the step-0 keys and values alone are gathered, with a gradient that is summed and
-scattered back. Everything of the batch that is as wide as a hidden state is cut; token ids and masks stay whole.
+What an anchor ``i`` of the rollout needs of others are the step-0 keys and values of earlier tokens, and nothing else:
+the later steps add its own column, its teacher is read at ``i + 1 + k``. So each process fuses the features, runs the
+layer and takes the loss for its own tokens, and the step-0 keys and values alone are gathered, with a gradient that is
+summed and scattered back. Everything of the batch that is as wide as a hidden state is cut; token ids and masks stay
+whole.
 
 Tokens are dealt in zigzag: of 2n equal pieces process r takes number r and number 2n−1−r, so that each has as many
 early queries, which see few keys, as late ones.
@@ -15,12 +16,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, active_anchors, run_steps
+from modelopt_eagle.draft.documents import WholeAxis
+from modelopt_eagle.draft.predictions import Predictions, TokenAxis
 from modelopt_eagle.errors import FeatureError, RecipeError
 from modelopt_eagle.features import FeatureBatch
-from modelopt_eagle.training.step import TrainingStep
+from modelopt_eagle.training.batch import StepBatch
 
 
 @dataclass(frozen=True)
@@ -133,94 +135,113 @@ def position_of(tokens: Tensor, length: int) -> Tensor:
     return index
 
 
-@dataclass
-class SharedBatch(FeatureBatch):
-    """A batch of which this process holds the states of its own tokens only.
+class Whole:
+    """Each batch belongs to one process."""
 
-    ``aux_hidden`` is ``[1, m, A·Ht]`` of ``axis.tokens``, ``final_hidden`` ``[1, t, Ht]`` of ``teachers``; everything
-    else is whole.
+    data_shares = 1
 
-    Attributes:
-        axis: the tokens of this process.
-        teachers: ``[t]`` int64 ascending, the flat tokens whose distribution an anchor of this process reads.
-    """
+    def share(self, batch: FeatureBatch, depths: int, needs_choices: bool) -> StepBatch:
+        """All of it."""
+        return StepBatch.of(batch)
 
-    axis: SharedAxis | None = None
-    teachers: Tensor | None = None
+    def num_tokens(self, batch: FeatureBatch) -> int:
+        """Tokens that this process adds to a step: all of them."""
+        return batch.num_tokens
+
+    def placed(self, batch: StepBatch, device) -> StepBatch:
+        """Nothing of its own to move."""
+        return batch
+
+    def axis(self, batch: FeatureBatch) -> TokenAxis:
+        """Every token."""
+        return WholeAxis(batch.num_tokens, batch.input_ids.device)
+
+    def own(self, predictions: Predictions, batch: FeatureBatch) -> Predictions:
+        """All predictions of the batch."""
+        return predictions
+
+    def teacher_index(self, batch: FeatureBatch) -> Tensor | None:
+        """``None``: the final states of all tokens are here."""
+        return None
+
+    def teacher_places(self, batch: FeatureBatch, positions: Tensor) -> Tensor:
+        """Where the final states of flat tokens lie: at their places."""
+        return positions
 
 
-class SharedStep(TrainingStep):
-    """The training step of a head whose batches are shared over a group.
+class ByPosition:
+    """Each batch is shared over a group of processes, by positions.
 
-    The normalisers are those of the whole step, as everywhere, so that the gradients of the processes add up.
+    The normalisers are those of the whole step, as everywhere, so that the gradients of the processes add up. Batches
+    that were not shared, the whole rows of an evaluation, are taken as :class:`Whole` takes them.
 
     Args:
-        module, tables, eagle, precision: as for :class:`TrainingStep`.
         group: the processes that share a batch.
     """
 
-    def __init__(self, module: nn.Module, tables, eagle, precision: str, group: ContextGroup):
-        super().__init__(module, tables, eagle, precision)
-        self.group = group
+    def __init__(self, group: ContextGroup):
+        self.group, self.data_shares = group, group.size
+        self._whole = Whole()
 
-    def share(self, batch: FeatureBatch | None) -> SharedBatch | None:
-        """This process's part of a whole batch; the rest of its states is let go."""
-        if batch is None:
-            return None
-        if self.eagle.in_vocab_only and self.eagle.self_logit_distillation and batch.target_top1 is None:
+    def share(self, batch: FeatureBatch, depths: int, needs_choices: bool) -> StepBatch:
+        """This process's part of a whole batch; the rest of its states is let go.
+
+        Args:
+            batch: whole.
+            depths: K, how far behind an anchor a teacher may lie.
+            needs_choices: whether the loss counts by the target's choices.
+
+        Raises:
+            FeatureError: it does, and the features do not hold them.
+        """
+        if needs_choices and batch.target_top1 is None:
             raise FeatureError(
                 "training.context_parallel with eagle.in_vocab_only needs features that hold the target's choices "
                 "(target_top1), and these do not: dump them again, or set in_vocab_only: false"
             )
         length, device = batch.num_tokens, batch.aux_hidden.device
         axis = SharedAxis(self.group, length, device)
-        reads = torch.zeros(length + self.eagle.ttt_steps, dtype=torch.bool, device=device)
-        for step in range(self.eagle.ttt_steps):
+        reads = torch.zeros(length + depths, dtype=torch.bool, device=device)
+        for step in range(depths):
             reads[axis.tokens + 1 + step] = True
         teachers = reads[:length].nonzero().squeeze(1)  # [t]
-        values = {
-            **vars(batch),
-            "aux_hidden": batch.aux_hidden[:, axis.tokens],  # [1,m,A·Ht]
-            "final_hidden": batch.final_hidden[:, teachers],  # [1,t,Ht]
-        }
-        return SharedBatch(**values, axis=axis, teachers=teachers)
-
-    def num_tokens(self, batch: SharedBatch | None) -> int:
-        return 0 if batch is None else len(batch.axis.tokens)
-
-    def place(self, batch: FeatureBatch | None, device) -> FeatureBatch | None:
-        batch = super().place(batch, device)
-        if not isinstance(batch, SharedBatch):
-            return batch  # whole rows of an evaluation
-        return replace(batch, axis=SharedAxis(self.group, batch.num_tokens, device), teachers=batch.teachers.to(device))
-
-    def count_positions(self, batch: SharedBatch | None) -> Tensor | None:
-        """``[K]`` counted positions of this process; ``None`` if no process of the group has any."""
-        if batch is None:
-            return None
-        masks = self.counted(batch)  # [K,N]
-        return masks[:, batch.axis.tokens].sum(1) if bool(masks.any()) else None
-
-    def roll(self, batch: SharedBatch, steps: int, generator) -> RolloutOutput:
-        supervised, axis = batch.supervised, batch.axis
-        documents = Documents.make(1, batch.num_tokens, batch.document_ids, supervised.device)
-        rows = active_anchors(documents, supervised, steps, self.eagle.convention)  # [n] of the whole batch
-        rows = rows[axis.local(rows) >= 0]
-        ids = batch.input_ids[0]  # [N]
-        states = run_steps(
-            self.module,
-            lambda places: self.embed(ids[places]),
-            batch.aux_hidden[0],
-            documents,
-            rows,
-            steps,
-            batch.num_tokens,
-            axis,
-            mix_hidden_states=self.eagle.mix_hidden_states,
-            generator=generator,
+        return StepBatch.of(
+            batch,
+            aux_hidden=batch.aux_hidden[:, axis.tokens],  # [1,m,A·Ht]
+            final_hidden=batch.final_hidden[:, teachers],  # [1,t,Ht]
+            axis=axis,
+            teachers=teachers,
         )
-        return RolloutOutput(self.module, states, rows, documents, 1, batch.num_tokens)
 
-    def states_of_teachers(self, batch: SharedBatch) -> dict:
-        index = position_of(batch.teachers, batch.num_tokens)  # [N]
-        return {"target_hidden": batch.final_hidden, "target_index": index}
+    def num_tokens(self, batch: FeatureBatch) -> int:
+        """Tokens that this process adds to a step."""
+        return len(self.axis(batch).tokens)
+
+    def placed(self, batch: StepBatch, device) -> StepBatch:
+        """The batch with its axis and teachers on a device."""
+        if batch.axis is None or batch.teachers is None:
+            return batch
+        axis = SharedAxis(self.group, batch.num_tokens, device)
+        return replace(batch, axis=axis, teachers=batch.teachers.to(device))
+
+    def axis(self, batch: FeatureBatch) -> TokenAxis:
+        """The tokens of this process."""
+        own = getattr(batch, "axis", None)
+        return self._whole.axis(batch) if own is None else own
+
+    def own(self, predictions: Predictions, batch: FeatureBatch) -> Predictions:
+        """The predictions whose anchor lies among the tokens of this process."""
+        return predictions.select(self.axis(batch).local(predictions.anchor) >= 0)
+
+    def teacher_index(self, batch: FeatureBatch) -> Tensor | None:
+        """``[N]`` int64 where each token's final state lies, -1: not here."""
+        teachers = getattr(batch, "teachers", None)
+        return None if teachers is None else position_of(teachers, batch.num_tokens)
+
+    def teacher_places(self, batch: FeatureBatch, positions: Tensor) -> Tensor:
+        """Where the final states of flat tokens lie."""
+        index = self.teacher_index(batch)
+        return positions if index is None else index[positions]
+
+
+Sharing = Whole | ByPosition

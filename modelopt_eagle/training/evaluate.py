@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from modelopt_eagle.features import FeatureSource
-from modelopt_eagle.training.acceptance import WalkResult, acceptance_walk
+from modelopt_eagle.training.acceptance import WalkResult, walk
 from modelopt_eagle.training.step import TrainingStep
 
 
@@ -31,8 +31,8 @@ def evaluate_files(step: TrainingStep, held_out: FeatureSource | EvaluationFiles
         return evaluate(step, held_out, accelerator, **options), {}
     walks = {name: evaluate(step, source, accelerator, **options) for name, source in held_out.sources.items()}
     pooled = WalkResult(options["num_steps"])
-    for walk in walks.values():
-        pooled.extend(walk)
+    for part in walks.values():
+        pooled.extend(part)
     return pooled, walks
 
 
@@ -63,17 +63,7 @@ def evaluate(step: TrainingStep, source, accelerator, *, batch_size: int, num_st
                     continue
                 batch = step.place(batch, accelerator.device)
                 with torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=step.bf16):
-                    walked.extend(
-                        acceptance_walk(
-                            step.module,
-                            step.embed(batch.input_ids),
-                            batch.aux_hidden,
-                            batch.supervised,
-                            batch.target_top1,
-                            num_steps,
-                            batch.document_ids,
-                        )
-                    )
+                    walked.extend(walk(step.module, step.view(batch), batch.target_top1[0], num_steps))
     finally:
         step.train(was_training)
     if accelerator.num_processes > 1:

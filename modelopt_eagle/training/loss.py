@@ -1,26 +1,25 @@
-"""The decayed distillation loss, fused with the two heads.
+"""The decayed distillation loss, fused with the output layers of head and target.
 
-For anchor ``i`` and step ``k`` the teacher is ``p``: the target's distribution at token ``j = i + 1 + k``, restricted
-to the draft vocabulary and renormalised; ``q`` is the head's softmax. The loss is the sum over steps of
+A prediction (``anchor i``, ``depth k``) has a teacher position ``j``; ``p`` is the target's distribution there,
+restricted to the draft vocabulary and renormalised, ``q`` the head's softmax. The loss is the sum over depths of
 ``weight^k · (Σ counted −Σ_v p_v log q_v) / normaliser_k``.
 
-The work runs over chunks of teacher positions ``j``: the teacher's row is computed once and serves all K steps,
-logits live for one chunk, and their gradient is taken on the spot, so ``[B, S, V]`` never exists and nothing of size
-``[n, Vd]`` survives the chunk. :mod:`modelopt_eagle.training.reference` holds the same loss in plain PyTorch.
+The work runs over chunks of teacher positions: the teacher's row is computed once and serves all predictions that meet
+it, logits live for one chunk, and their gradient is taken on the spot, so ``[B, S, V]`` never exists and nothing of
+size ``[n, Vd]`` survives the chunk. :mod:`modelopt_eagle.training.reference` holds the same loss in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft import EagleModule
-from modelopt_eagle.draft.conventions import convention_named
-from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, counted_anchors
+from modelopt_eagle.draft.documents import Documents
+from modelopt_eagle.draft.predictions import Predictions
 from modelopt_eagle.training.teacher import Teacher, gradient_by_teacher
 
 CHUNK = 512
@@ -29,11 +28,11 @@ CHUNK = 512
 
 @dataclass
 class LossOutput:
-    """Result of :func:`distillation_loss`.
+    """Loss of a batch and what it counted; K depths.
 
     Attributes:
         loss: scalar, differentiable.
-        per_step: ``[K]`` loss of each step, undecayed, detached.
+        per_step: ``[K]`` loss of each depth, undecayed, detached.
         valid_counts: ``[K]`` int64 counted positions.
         top1_hits: ``[K]`` int64 counted positions where the head's argmax, mapped to the target's vocabulary, is the
             target's argmax over its full vocabulary.
@@ -51,182 +50,104 @@ class LossOutput:
     preservation: Tensor | None = None
 
 
-def distillation_loss(
-    output: RolloutOutput,
-    module: EagleModule,
-    supervised: Tensor,
-    target_logits: Tensor | None = None,
-    target_hidden: Tensor | None = None,
-    target_lm_head: Tensor | None = None,
-    decay: float | None = None,
-    convention: str = "served",
-    *,
-    loss: str = "kl",
-    lk_eta: float = 3.0,
-    in_vocab_only: bool = False,
-    labels: Tensor | None = None,
-    target_top1: Tensor | None = None,
-    target_rows: Tensor | None = None,
-    target_index: Tensor | None = None,
-    logit_transform: Callable[[Tensor, Tensor | None], Tensor] | None = None,
-    normalizers: Tensor | None = None,
-) -> LossOutput:
-    """Distillation loss of a rollout.
-
-    Args:
-        output: from :func:`~modelopt_eagle.draft.eagle3.rollout.rollout`.
-        supervised: ``[B, S]`` bool, tokens to be learned.
-        target_logits: ``[B, S, V]``; or instead of them
-        target_hidden: ``[B, S, Ht]`` final hidden states after the final norm; a gradient flows back into them if they
-            require one (a target with adapters); with
-        target_lm_head: ``[V, Ht]``.
-        decay: weight base of the steps; default the convention's (0.9 for ``served``).
-        convention: ``served``, ``modelopt``, ``eagle`` or ``speculators``.
-        loss: ``kl``, or ``lk``: ``λ·KL + (1 − λ)·TV`` with ``λ = exp(−lk_eta · mean acceptance of the step)``.
-        in_vocab_only: drop positions whose teacher argmax lies outside the draft vocabulary.
-        labels: ``[B, S]`` token ids for hard labels instead of the target's distribution; tokens outside the draft
-            vocabulary are dropped.
-        target_top1: ``[B, S]`` int64 full-vocabulary argmax where known (saves a product with the whole lm_head).
-        target_rows: ``[Vd, Ht]`` lm_head rows of the draft vocabulary, if the caller keeps them.
-        target_index: ``[B·S]`` int64 where each token's state lies in ``target_hidden`` ``[1, t, Ht]``, if that holds
-            only those that the rollout's anchors read.
-        logit_transform: what the target does to logits after the product.
-        normalizers: ``[K]`` replaces the counted positions of this batch: the count over all micro-batches and ranks.
-
-    Raises:
-        ValueError: unknown convention or loss, no teacher given, or shapes that do not belong together.
-        CheckpointError: the head's vocabulary map is unset or broken.
-    """
-    rule = convention_named(convention)
-    if loss not in ("kl", "lk"):
-        raise ValueError(f"loss {loss!r} is unknown; known are kl, lk")
-    whole = target_hidden if target_index is None else None
-    _check_shapes(
-        output, module.config.vocab_size, supervised, target_logits, whole, target_lm_head, target_top1, labels
-    )
-    vocab = module.vocab
-    to_draft = vocab.to_draft(torch.arange(module.config.vocab_size, device=module.d2t.device))  # [V]
-    teacher = _make_teacher(
-        vocab.target_ids, target_logits, target_hidden, target_lm_head, target_rows, logit_transform, target_top1,
-        labels, target_index,
-    )  # fmt: skip
-    counted = counted_masks(
-        output.documents, supervised.reshape(-1), output.steps, convention, output.rows,
-        teacher=teacher, t2d=module.t2d, in_vocab_only=in_vocab_only or rule.in_vocab_only,
-    )  # [K,n]  # fmt: skip
-    counts = asked = counted.sum(1)  # [K]
-    if labels is not None or in_vocab_only or rule.in_vocab_only:
-        asked = counted_masks(output.documents, supervised.reshape(-1), output.steps, convention, output.rows).sum(1)
-    if normalizers is None:
-        divisor = rule.divisor(counts, output.batch * output.length)
-    else:
-        divisor = normalizers.to(counts.device).float().clamp(min=1)
-    base = rule.decay if decay is None else decay
-    weights = torch.tensor([base**k for k in range(output.steps)], device=divisor.device) / divisor  # [K]
-    settings = _Settings(loss == "lk", lk_eta, rule.subtract_entropy)
-    work = _Work(output.rows, counted, weights, counts, to_draft, teacher, settings)
-    learner = teacher.hidden if teacher.learns else None  # [N,Ht]
-    total, sums, hits = _FusedHeads.apply(work, module.lm_head.weight, learner, *output.states)
-    return LossOutput(total, (sums / divisor).detach(), counts, hits, asked)
-
-
-def _check_shapes(output, vocab_size, supervised, logits, hidden, lm_head, top1, labels) -> None:
-    """What is given a token must have the rollout's [B, S]: flattened, another layout would train in silence."""
-    given = {"supervised": supervised, "target_logits": logits, "target_hidden": hidden, "target_top1": top1,
-             "labels": labels}  # fmt: skip
-    for name, tensor in given.items():
-        if tensor is not None and tuple(tensor.shape[:2]) != (output.batch, output.length):
-            raise ValueError(f"{name} must begin with {[output.batch, output.length]}, found {list(tensor.shape)}")
-    if logits is not None and logits.shape[-1] != vocab_size:
-        raise ValueError(f"target_logits must end with the target's {vocab_size} tokens, found {list(logits.shape)}")
-    if lm_head is not None and len(lm_head) != vocab_size:
-        raise ValueError(f"target_lm_head must have a row for each of {vocab_size} tokens, found {len(lm_head)}")
-
-
-def counted_masks(
-    documents: Documents,
-    supervised: Tensor,
-    steps: int,
-    convention: str,
-    rows: Tensor,
-    *,
-    teacher: Teacher | None = None,
-    t2d: Tensor | None = None,
-    in_vocab_only: bool = False,
-) -> Tensor:
-    """``[K, n]`` bool: which anchors each step counts.
-
-    Args:
-        supervised: ``[N]`` bool.
-        rows: ``[n]`` flat anchors.
-        teacher: needed to drop positions outside the draft vocabulary ``t2d``, by argmax or by hard label.
-    """
-    supervised = supervised.bool().to(rows.device)
-    masks = []
-    for step in range(steps):
-        counted = counted_anchors(documents, supervised, step, convention, rows)
-        if teacher is not None and teacher.labels is not None:
-            following = (rows + step + 2).clamp(max=len(supervised) - 1)
-            counted = counted & documents.exists(rows, step + 2) & t2d[teacher.labels[following]]
-        elif in_vocab_only:
-            where = counted.nonzero().squeeze(1)
-            inside = torch.zeros_like(counted)
-            for part in where.split(CHUNK):
-                inside[part] = t2d[teacher.argmax(rows[part] + 1 + step)]
-            counted = counted & inside
-        masks.append(counted)
-    return torch.stack(masks)
-
-
-def _make_teacher(target_ids, logits, hidden, lm_head, rows, transform, top1, labels, index) -> Teacher:
-    flat = [None if x is None else x.flatten(0, 1) for x in (logits, hidden, top1, labels)]
-    logits, hidden, top1, labels = flat
-    if logits is None:
-        if labels is None and hidden is None:
-            raise ValueError("a teacher is needed: target_logits, or target_hidden with target_lm_head, or labels")
-        if hidden is not None and rows is None:
-            if lm_head is None:
-                raise ValueError("target_hidden needs target_lm_head [V, Ht] (or target_rows [Vd, Ht] and target_top1)")
-            rows = lm_head[target_ids]  # [Vd,Ht]
-        if top1 is None and lm_head is None:
-            raise ValueError("the target's top-1 is needed: pass target_top1, or target_lm_head to compute it")
-    return Teacher(target_ids, logits, hidden, rows, lm_head, transform, top1, labels, index)
-
-
 @dataclass(frozen=True)
-class _Settings:
-    lk: bool
-    eta: float
-    subtract_entropy: bool
+class LossKind:
+    """Which term a prediction adds.
+
+    Attributes:
+        lk: ``λ·KL + (1 − λ)·TV`` with ``λ = exp(−eta · mean acceptance of the depth)``; otherwise KL.
+        eta: see above.
+        subtract_entropy: report KL rather than cross-entropy (the gradient is the same).
+    """
+
+    lk: bool = False
+    eta: float = 3.0
+    subtract_entropy: bool = False
+
+
+KL = LossKind()
+
+
+def taught(
+    predictions: Predictions, documents: Documents, teacher: Teacher, t2d: Tensor, in_vocab_only: bool = False
+) -> Tensor:
+    """``[n]`` bool: which predictions have something to learn from.
+
+    With hard labels the label must lie in the document and in the draft vocabulary; with ``in_vocab_only`` the
+    teacher's argmax must lie in the draft vocabulary.
+
+    Args:
+        t2d: ``[V]`` bool, the draft vocabulary.
+    """
+    if teacher.labels is not None:
+        following = (predictions.teacher + 1).clamp(max=len(teacher.labels) - 1)
+        return documents.exists(predictions.teacher, 1) & t2d[teacher.labels[following]]
+    kept = torch.ones_like(predictions.anchor, dtype=torch.bool)
+    if in_vocab_only:
+        for part in torch.arange(len(predictions), device=kept.device).split(CHUNK):
+            kept[part] = t2d[teacher.argmax(predictions.teacher[part])]
+    return kept
+
+
+def prediction_loss(
+    states: Tensor,
+    predictions: Predictions,
+    output_weights: Sequence[Tensor],
+    teacher: Teacher,
+    to_draft: Tensor,
+    weights: Tensor,
+    kind: LossKind = KL,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a flat list of predictions.
+
+    Args:
+        states: ``[n, H]`` after the head's last norm, in the order of ``predictions``.
+        predictions: what each has to meet.
+        output_weights: of each depth the matrix ``[Vd, H]`` that makes logits of a state; the same one may serve all.
+        teacher: the target's side.
+        to_draft: ``[V]`` int64 draft id of each target id.
+        weights: ``[K]`` factor of each depth: decay over normaliser.
+        kind: KL or LK.
+
+    Returns:
+        ``(loss, sums [K], hits [K])``: the scalar with its gradient, the unweighted sums of each depth (detached), and
+        how often the head's argmax is the target's.
+    """
+    unique: list[Tensor] = []
+    heads = []
+    for weight in output_weights:
+        place = next((i for i, known in enumerate(unique) if known is weight), None)
+        heads.append(len(unique) if place is None else place)
+        if place is None:
+            unique.append(weight)
+    work = _Work(predictions, weights, to_draft, teacher, kind, tuple(heads))
+    learner = teacher.hidden if teacher.learns else None  # [N,Ht]
+    return _FusedHeads.apply(work, learner, states, *unique)
 
 
 @dataclass(frozen=True)
 class _Work:
-    rows: Tensor  # [n]
-    counted: Tensor  # [K,n]
+    predictions: Predictions
     weights: Tensor  # [K] decay^k / normaliser
-    counts: Tensor  # [K]
     to_draft: Tensor  # [V]
     teacher: Teacher
-    settings: _Settings
+    kind: LossKind
+    heads: tuple[int, ...]  # of each depth, which output matrix
 
-    def chunks(self):
-        """Yield ``(teacher positions [c], [(step, anchor indices [m], their place in the chunk [m]), ...])``."""
-        n_steps = len(self.counted)
-        step, anchor = self.counted.nonzero(as_tuple=True)  # [e] each
-        position = self.rows[anchor] + 1 + step
-        order = torch.argsort(position, stable=True)
-        step, anchor, position = step[order], anchor[order], position[order]
+    def chunks(self) -> Iterator[tuple[Tensor, list[tuple[int, Tensor, Tensor]]]]:
+        """Yield ``(teacher positions [c], [(depth, predictions [m], their place in the chunk [m]), ...])``."""
+        order = torch.argsort(self.predictions.teacher, stable=True)  # [n]
+        depth, position = self.predictions.depth[order], self.predictions.teacher[order]
         unique, place = torch.unique_consecutive(position, return_inverse=True)
         bounds = torch.searchsorted(place, torch.arange(0, len(unique) + CHUNK, CHUNK, device=place.device)).tolist()
         for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
             if low == high:
                 continue
-            here, first = step[low:high], number * CHUNK
+            here, first = depth[low:high], number * CHUNK
             pieces = []
-            for k in range(n_steps):
+            for k in range(self.predictions.depths):
                 chosen = (here == k).nonzero().squeeze(1) + low
-                pieces.append((k, anchor[chosen], place[chosen] - first))
+                pieces.append((k, order[chosen], place[chosen] - first))
             yield unique[first : first + CHUNK], pieces
 
 
@@ -234,56 +155,68 @@ class _FusedHeads(torch.autograd.Function):
     """Loss and gradients of both heads, chunk by chunk; the backward pass only scales what the forward pass stored."""
 
     @staticmethod
-    def forward(ctx, work: _Work, weight: Tensor, learner: Tensor | None, *states: Tensor):
+    def forward(ctx, work: _Work, learner: Tensor | None, states: Tensor, *matrices: Tensor):
         needs = any(ctx.needs_input_grad)
-        grad_learner = torch.zeros_like(learner) if ctx.needs_input_grad[2] else None  # [N,Ht]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grads = [torch.zeros_like(state) for state in states] if needs else []
-        sums = torch.zeros(len(states), device=weight.device)
-        total = torch.zeros((), device=weight.device)
-        hits = torch.zeros(len(states), dtype=torch.int64, device=weight.device)
-        mix = _lk_weights(work, weight, states) if work.settings.lk else None
+        depths, device = work.predictions.depths, states.device
+        grad_learner = torch.zeros_like(learner) if ctx.needs_input_grad[1] else None  # [N,Ht]
+        grad_states = torch.zeros_like(states) if needs else None  # [n,H]
+        grad_matrices = [
+            torch.zeros_like(matrix, dtype=torch.float32) if wanted else None
+            for matrix, wanted in zip(matrices, ctx.needs_input_grad[3:], strict=True)
+        ]
+        sums = torch.zeros(depths, device=device)
+        hits = torch.zeros(depths, dtype=torch.int64, device=device)
+        mix = _lk_weights(work, matrices, states) if work.kind.lk else None
         weights = work.weights.tolist()
         for positions, pieces in work.chunks():
             p_all = work.teacher.probabilities(positions, work.to_draft)  # [c,Vd]
             top_all = work.teacher.argmax(positions)  # [c]
             by_p = None if grad_learner is None else torch.zeros_like(p_all)  # [c,Vd]
-            for k, anchors, place in pieces:
-                if not len(anchors):
+            for k, elements, place in pieces:
+                if not len(elements):
                     continue
-                hidden, p = states[k][anchors], p_all if len(place) == len(p_all) else p_all[place]  # [m,H] [m,Vd]
-                logits = (hidden.to(weight.dtype) @ weight.T).float()  # [m,Vd]
+                matrix, grad_matrix = matrices[work.heads[k]], grad_matrices[work.heads[k]]
+                factors = None if work.predictions.weight is None else work.predictions.weight[elements, None]  # [m,1]
+                hidden, p = states[elements], p_all if len(place) == len(p_all) else p_all[place]  # [m,H] [m,Vd]
+                logits = (hidden.to(matrix.dtype) @ matrix.T).float()  # [m,Vd]
                 largest, best = logits.max(-1)  # [m] each
                 hits[k] += (work.teacher.target_ids[best] == top_all[place]).sum()
                 share = 1.0 if mix is None else float(mix[k])
                 if by_p is not None:
-                    term = gradient_by_teacher(logits, p, share, mix is not None, work.settings.subtract_entropy)
-                    by_p.index_add_(0, place, term, alpha=weights[k])
-                value, grad = _position_loss(logits, largest, p, work.settings, share, weights[k] if needs else None)
-                sums[k] += value
-                if needs:
-                    grad = grad.to(weight.dtype)  # [m,Vd]
-                    grads[k].index_copy_(0, anchors, (grad @ weight).to(hidden.dtype))
-                    if grad_weight is not None:
-                        grad_weight.addmm_(grad.T.float(), hidden.float())
-            if by_p is not None:
+                    term = gradient_by_teacher(logits, p, share, work.kind.lk, work.kind.subtract_entropy)
+                    by_p.index_add_(0, place, term if factors is None else term * factors, alpha=weights[k])
+                weight = weights[k] if factors is None else weights[k] * factors
+                values, grad = _position_loss(logits, largest, p, work.kind, share, weight if needs else None)
+                sums[k] += (values if factors is None else values * factors[:, 0]).sum()
+                if grad is not None and grad_states is not None:
+                    grad = grad.to(matrix.dtype)  # [m,Vd]
+                    grad_states.index_copy_(0, elements, (grad @ matrix).to(hidden.dtype))
+                    if grad_matrix is not None:
+                        grad_matrix.addmm_(grad.T.float(), hidden.float())
+            if by_p is not None and grad_learner is not None:
                 back = work.teacher.hidden_gradient(positions, p_all, by_p)  # [c,Ht]
                 grad_learner.index_copy_(0, work.teacher.places(positions), back.to(grad_learner.dtype))
         total = (sums * work.weights).sum()
-        ctx.save_for_backward(grad_weight, grad_learner, *grads)
-        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(grad_learner, grad_states, *grad_matrices)
+        ctx.dtypes = [matrix.dtype for matrix in matrices]
         ctx.mark_non_differentiable(sums, hits)
         return total, sums, hits
 
     @staticmethod
     def backward(ctx, grad_total, _sums, _hits):
-        grad_weight, *grads = ctx.saved_tensors  # grads: of the teacher's states if they learn, then of the head's
-        first = None if grad_weight is None else (grad_weight * grad_total).to(ctx.weight_dtype)
-        return (None, first, *(None if grad is None else grad * grad_total.to(grad.dtype) for grad in grads))
+        grad_learner, grad_states, *grad_matrices = ctx.saved_tensors
+        matrices = [
+            None if grad is None else (grad * grad_total).to(dtype)
+            for grad, dtype in zip(grad_matrices, ctx.dtypes, strict=True)
+        ]
+        inner = [None if grad is None else grad * grad_total.to(grad.dtype) for grad in (grad_learner, grad_states)]
+        return (None, *inner, *matrices)
 
 
-def _position_loss(logits: Tensor, largest: Tensor, p: Tensor, settings: _Settings, share: float, weight: float | None):
-    """Sum of the position terms and ``weight`` times its gradient by the logits (``None`` without a weight).
+def _position_loss(
+    logits: Tensor, largest: Tensor, p: Tensor, kind: LossKind, share: float, weight: float | Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Terms ``[m]`` of the positions, and ``weight`` times their gradient by the logits (``None`` without a weight).
 
     KL part: ``lse − Σ p·logits``, gradient ``q − p``. Total variation ``½ Σ |p − q|`` has the gradient
     ``q·(s − Σ q·s)`` with ``s = ½ sign(q − p)``.
@@ -292,31 +225,37 @@ def _position_loss(logits: Tensor, largest: Tensor, p: Tensor, settings: _Settin
         logits: ``[m, Vd]`` float32; overwritten, since a fresh ``[m, Vd]`` costs more than the arithmetic on it.
         largest: ``[m]`` their maxima.
         p: ``[m, Vd]`` teacher.
+        weight: a number, or ``[m, 1]``.
     """
     expected = torch.linalg.vecdot(p, logits)  # [m]
     q = logits.sub_(largest[:, None]).exp_()  # [m,Vd] not yet normalised
     total = q.sum(-1)  # [m]
-    value = (largest + total.log() - expected).sum()
-    if settings.subtract_entropy:
-        value = value + torch.special.xlogy(p, p).sum()
-    if not settings.lk:
-        return value, None if weight is None else q.mul_((weight / total)[:, None]).sub_(p, alpha=weight)
+    values = largest + total.log() - expected
+    if kind.subtract_entropy:
+        values = values + torch.special.xlogy(p, p).sum(-1)
+    if not kind.lk:
+        if weight is None:
+            return values, None
+        if isinstance(weight, Tensor):
+            return values, q.mul_(weight / total[:, None]).addcmul_(p, weight, value=-1)
+        return values, q.mul_((weight / total)[:, None]).sub_(p, alpha=weight)
     q = q.div_(total[:, None])
-    value = share * value + (1 - share) * 0.5 * (p - q).abs().sum()
+    values = share * values + (1 - share) * 0.5 * (p - q).abs().sum(-1)
     if weight is None:
-        return value, None
+        return values, None
     sign = 0.5 * (q - p).sign()
-    return value, weight * (share * (q - p) + (1 - share) * q * (sign - (q * sign).sum(-1, keepdim=True)))
+    return values, weight * (share * (q - p) + (1 - share) * q * (sign - (q * sign).sum(-1, keepdim=True)))
 
 
-def _lk_weights(work: _Work, weight: Tensor, states) -> list[float]:
-    """λ of each step: ``exp(−η · mean Σ min(p, q))`` over its counted positions, a constant for the gradient."""
-    accepted = torch.zeros(len(states), device=weight.device)
+def _lk_weights(work: _Work, matrices: Sequence[Tensor], states: Tensor) -> list[float]:
+    """λ of each depth: ``exp(−η · mean Σ min(p, q))`` over its counted positions, a constant for the gradient."""
+    accepted = torch.zeros(work.predictions.depths, device=states.device)
     for positions, pieces in work.chunks():
         p_all = work.teacher.probabilities(positions, work.to_draft)  # [c,Vd]
-        for k, anchors, place in pieces:
-            if len(anchors):
-                q = (states[k][anchors].to(weight.dtype) @ weight.T).float().softmax(-1)  # [m,Vd]
+        for k, elements, place in pieces:
+            if len(elements):
+                matrix = matrices[work.heads[k]]
+                q = (states[elements].to(matrix.dtype) @ matrix.T).float().softmax(-1)  # [m,Vd]
                 accepted[k] += torch.minimum(p_all[place], q).sum()
-    means = accepted / work.counts.clamp(min=1)
-    return [math.exp(-work.settings.eta * float(mean)) for mean in means]
+    means = accepted / work.predictions.counts().clamp(min=1)
+    return [math.exp(-work.kind.eta * float(mean)) for mean in means]

@@ -12,6 +12,7 @@ import torch
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import EagleModule, check_aux_layer_ids, default_aux_layer_ids
+from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.errors import RecipeError, TrainingError
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
@@ -19,11 +20,12 @@ from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import load_target, load_target_tables
 from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.training.checkpoint import RECIPE, STATE, CheckpointFolder
-from modelopt_eagle.training.context import SharedStep, check_processes, make_group
+from modelopt_eagle.training.context import ByPosition, check_processes, make_group
 from modelopt_eagle.training.data import from_store, from_target
 from modelopt_eagle.training.head import check_head, continued_head, new_head, rebuild_vocabulary
-from modelopt_eagle.training.lora import AdaptedStep, check_adapters, make_adapter
+from modelopt_eagle.training.lora import check_adapters, make_adapter
 from modelopt_eagle.training.own_share import own_share, own_share_line
+from modelopt_eagle.training.states import AdaptedStates
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 from modelopt_eagle.training.streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
 
@@ -163,19 +165,19 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
     frozen = 0 if offline else sum(p.numel() for p in target.model.parameters())
     header = [*data.header, own_share_line(own_share(data.train)), vocabulary]
-    adapter = None
+    adapter, states, sharing = None, None, None
     if recipe.target_lora.rank:
         adapter = make_adapter(recipe, target, accelerator.device)
         head.config.extra = {**head.config.extra, "target_adapter": adapter.summary()}
         data.train = UnadaptedSource(data.train, adapter)
-        step = AdaptedStep(
-            head, tables, recipe.eagle, recipe.training.precision, adapter, recipe.target_lora, recipe.training.seed
-        )
+        states = AdaptedStates(adapter, recipe.target_lora, recipe.training.seed)
         header.append(adapter.line())
-    elif recipe.training.context_parallel > 1:
-        step = SharedStep(head, tables, recipe.eagle, recipe.training.precision, make_group(recipe, accelerator))
-    else:
-        step = TrainingStep(head, tables, recipe.eagle, recipe.training.precision)
+    if recipe.training.context_parallel > 1:
+        sharing = ByPosition(make_group(recipe, accelerator))
+    step = TrainingStep(
+        head, tables, recipe.eagle, recipe.training.precision, states=states, sharing=sharing,
+        settings=algorithm_of(head.config).settings(recipe),
+    )  # fmt: skip
     header += head_lines(head, frozen, adapter)
     for line in header[len(data.header) :]:
         say(line)

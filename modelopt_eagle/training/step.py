@@ -1,22 +1,32 @@
-"""One training step as one module: rollout and loss behind a single ``forward``.
+"""One training step as one module: a drafter's states and the loss behind a single ``forward``.
 
 The trainer calls nothing else of the head, so that the hooks of data-parallel wrappers and of torch.compile see every
-use of its parameters.
+use of its parameters. The step is put together from objects that are free to combine: the drafter
+(:class:`~modelopt_eagle.draft.algorithm.Algorithm`), where the target's states come from
+(:mod:`modelopt_eagle.training.states`), how a batch is shared over processes (:mod:`modelopt_eagle.training.context`),
+and who teaches (:class:`TeacherTables` and the recipe's loss).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.algorithm import Algorithm, algorithm_of
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.conventions import convention_named
-from modelopt_eagle.draft.eagle3.rollout import Documents, RolloutOutput, rollout
+from modelopt_eagle.draft.documents import Documents
+from modelopt_eagle.draft.predictions import BatchView
 from modelopt_eagle.features import FeatureBatch
-from modelopt_eagle.training.loss import LossOutput, Teacher, counted_masks, distillation_loss
+from modelopt_eagle.training.batch import Planned, StepBatch
+from modelopt_eagle.training.context import Sharing, Whole
+from modelopt_eagle.training.loss import LossKind, LossOutput, prediction_loss, taught
+from modelopt_eagle.training.states import CapturedStates, StateSource
+from modelopt_eagle.training.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -60,28 +70,52 @@ class TrainingStep(nn.Module):
     """The head together with how it is trained.
 
     Args:
-        module: the head; the only parameters in here.
+        module: the head; with what ``states`` brings, the only parameters in here.
         tables: of the target.
-        eagle: the recipe's ``eagle`` section.
+        eagle: the recipe's ``eagle`` section: the loss, and for most drafters all they read.
         precision: ``float32`` or ``bf16`` (autocast of the matrix products; weights stay as they are).
+        states: where the target's states come from.
+        sharing: how a batch is shared over processes.
+        settings: what the drafter reads of the recipe; default ``eagle``.
     """
 
-    def __init__(self, module: EagleModule, tables: TeacherTables, eagle, precision: str = "float32"):
+    def __init__(
+        self,
+        module: DraftModule,
+        tables: TeacherTables,
+        eagle: Any,
+        precision: str = "float32",
+        *,
+        states: StateSource | None = None,
+        sharing: Sharing | None = None,
+        settings: Any = None,
+    ):
         super().__init__()
-        self.module = module
-        self.tables = tables
-        self.eagle = eagle
+        self.module, self.tables, self.eagle = module, tables, eagle
+        self.algorithm: Algorithm = algorithm_of(module.config)
+        self.settings = eagle if settings is None else settings
+        self.depths = self.algorithm.depths(self.settings)  # K
         self.rule = convention_named(eagle.convention)
         self.bf16 = precision == "bf16"
+        self.states: StateSource = CapturedStates() if states is None else states
+        self.sharing: Sharing = Whole() if sharing is None else sharing
+        self.adapters = nn.ParameterList(self.states.parameters())  # the target itself is no part of the module
+        self._to_draft: Tensor | None = None
 
     def renew_rows(self) -> None:
         """Take the teacher's rows anew, after another vocabulary map was loaded into the head."""
         self.tables = replace(self.tables, rows=self.tables.lm_head[self.module.target_ids])
+        self._to_draft = None
 
     @property
     def decay(self) -> float:
-        """Weight base of the rollout steps."""
+        """Weight base of the depths."""
         return self.rule.decay if self.eagle.loss_decay is None else self.eagle.loss_decay
+
+    @property
+    def in_vocab_only(self) -> bool:
+        """Whether positions are dropped whose teacher's choice lies outside the draft vocabulary."""
+        return self.eagle.in_vocab_only or self.rule.in_vocab_only
 
     def forward(
         self,
@@ -89,6 +123,7 @@ class TrainingStep(nn.Module):
         normalizers: Tensor,
         generator: torch.Generator | None = None,
         steps: int | None = None,
+        **options: bool,
     ) -> LossOutput:
         """Loss of one micro-batch.
 
@@ -96,97 +131,140 @@ class TrainingStep(nn.Module):
             batch: features; ``None``: this process has nothing in this step, and gives a zero that reaches every
                 parameter, so that the others do not wait for it.
             normalizers: ``[K]`` counted positions of the whole step, over all micro-batches and processes.
-            generator: source of the mixed hidden states.
-            steps: rollout steps to train, the first ones; default all K.
+            generator: source of what the drafter draws in its forward, such as mixed hidden states.
+            steps: depths to train, the first ones; default all K.
+            **options: of the state source, see :meth:`options`.
 
         Returns:
-            :class:`~modelopt_eagle.training.loss.LossOutput`, zero at steps left out; sums over micro-batches and
+            :class:`~modelopt_eagle.training.loss.LossOutput`, zero at depths left out; sums over micro-batches and
             processes are exact.
         """
         if batch is None:
             zero = sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), normalizers.new_zeros(()))
-            empty = torch.zeros(self.eagle.ttt_steps, dtype=torch.int64, device=normalizers.device)
-            return LossOutput(zero, empty.float(), empty, empty, empty)
-        eagle = self.eagle
-        steps = eagle.ttt_steps if steps is None else steps
-        device = batch.input_ids.device.type
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
-            output = self.roll(batch, steps, generator)
-            result = distillation_loss(
-                output,
-                self.module,
-                batch.supervised,
-                **self.states_of_teachers(batch),
-                target_lm_head=self.tables.lm_head,
-                decay=self.decay,
-                convention=eagle.convention,
-                loss=eagle.loss,
-                lk_eta=eagle.lk_eta,
-                in_vocab_only=eagle.in_vocab_only,
-                labels=self.labels(batch),
-                target_top1=self.top1(batch),
-                target_rows=self.tables.rows,
-                logit_transform=self.tables.transform,
-                normalizers=normalizers[:steps],
-            )
-        missing = (0, eagle.ttt_steps - steps)
-        parts = (result.per_step, result.valid_counts, result.top1_hits, result.asked_counts)
-        return LossOutput(result.loss, *(nn.functional.pad(part, missing) for part in parts))  # [K] each
+            empty = torch.zeros(self.depths, dtype=torch.int64, device=normalizers.device)
+            return LossOutput(zero, empty.float(), empty, empty, empty, self.states.nothing(normalizers))
+        made = self.states.make(self, as_step_batch(batch), normalizers, **options)
+        return made.complete(self.loss_of(made.batch, normalizers, generator, steps))
 
-    def roll(self, batch: FeatureBatch, steps: int, generator: torch.Generator | None) -> RolloutOutput:
-        """The rollout of a batch."""
-        return rollout(
-            self.module,
-            self.embed(batch.input_ids),
-            batch.aux_hidden,
-            steps,
-            batch.document_ids,
-            supervised=batch.supervised,
-            convention=self.eagle.convention,
-            mix_hidden_states=self.eagle.mix_hidden_states,
-            generator=generator,
+    def loss_of(
+        self,
+        batch: FeatureBatch,
+        normalizers: Tensor,
+        generator: torch.Generator | None = None,
+        steps: int | None = None,
+    ) -> LossOutput:
+        """The loss of a batch whose states are there; arguments as for :meth:`forward`."""
+        steps = self.depths if steps is None else steps
+        planned, view, teacher = self.planned(batch), self.view(batch), self.teacher(batch)
+        predictions = planned.predictions.first(steps)
+        divisor = normalizers[:steps].float().clamp(min=1)  # [k]
+        weights = torch.tensor([self.decay**k for k in range(steps)], device=divisor.device) / divisor  # [k]
+        kind = LossKind(self.eagle.loss == "lk", self.eagle.lk_eta, self.rule.subtract_entropy)
+        with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            states = self.algorithm.states(self.module, view, predictions, self.settings, generator)  # [n,H]
+            total, sums, hits = prediction_loss(
+                states, predictions, self.module.output_weights(steps), teacher, self.to_draft(), weights, kind
+            )
+        missing = (0, self.depths - steps)
+        parts = ((sums / divisor).detach(), predictions.counts(), hits, planned.asked[:steps])
+        return LossOutput(total, *(nn.functional.pad(part, missing) for part in parts))  # [K] each
+
+    def view(self, batch: FeatureBatch) -> BatchView:
+        """What the drafter sees of a batch."""
+        ids, final = batch.input_ids[0], batch.final_hidden[0]  # [N], [t,Ht]
+        return BatchView(
+            input_ids=ids,
+            supervised=batch.supervised[0],
+            documents=self.documents(batch),
+            aux_hidden=batch.aux_hidden[0],
+            final_hidden=final if self.sharing.teacher_index(batch) is None else None,
+            embed=lambda places: self.embed(ids[places]),
+            length=batch.num_tokens,
+            axis=self.sharing.axis(batch),
         )
 
-    def states_of_teachers(self, batch: FeatureBatch) -> dict:
-        """Arguments of the loss that say where the target's final states are."""
-        return {"target_hidden": batch.final_hidden}
+    def documents(self, batch: FeatureBatch) -> Documents:
+        """Where the rows of a batch begin and end."""
+        return Documents.make(1, batch.num_tokens, batch.document_ids, batch.input_ids.device)
 
-    def share(self, batch: FeatureBatch | None) -> FeatureBatch | None:
-        """This process's part of a batch: all of it."""
-        return batch
+    def teacher(self, batch: FeatureBatch) -> Teacher:
+        """The target's side of the loss in a batch."""
+        # Sources make the target's choices where the next token is supervised, which is where some conventions count;
+        # the others count elsewhere too, and the choices are computed from the final states.
+        top1 = batch.target_top1 if self.rule.counts_predicted_token else None
+        return Teacher(
+            self.module.target_ids,
+            hidden=batch.final_hidden.flatten(0, 1),
+            rows=self.tables.rows,
+            lm_head=self.tables.lm_head,
+            transform=self.tables.transform,
+            top1=None if top1 is None else top1.flatten(),
+            labels=None if self.eagle.self_logit_distillation else batch.input_ids.flatten(),
+            index=self.sharing.teacher_index(batch),
+        )
+
+    def to_draft(self) -> Tensor:
+        """``[V]`` int64 draft id of each target id, -1 outside; the map is checked when it is first read.
+
+        Raises:
+            CheckpointError: the head's vocabulary map is unset or broken.
+        """
+        if self._to_draft is None or self._to_draft.device != self.module.d2t.device:
+            everything = torch.arange(self.module.config.vocab_size, device=self.module.d2t.device)
+            self._to_draft = self.module.vocab.to_draft(everything)
+        return self._to_draft
+
+    @torch.no_grad()
+    def planned(self, batch: FeatureBatch, generator: torch.Generator | None = None) -> Planned:
+        """What the loss will count in a batch: found once, and kept with the batch.
+
+        Args:
+            generator: source of what the drafter draws in its plan; the same on every process that shares the batch.
+        """
+        kept = getattr(batch, "plan", None)
+        if kept is not None:
+            return kept
+        plan = self.algorithm.plan(self.view(batch), self.settings, generator)
+        chosen = taught(plan, self.documents(batch), self.teacher(batch), self.module.t2d, self.in_vocab_only)
+        asked = self.sharing.own(plan, batch).counts()
+        predictions = plan.select(chosen)
+        planned = Planned(self.sharing.own(predictions, batch), asked, len(predictions) == 0)
+        if isinstance(batch, StepBatch):
+            batch.plan = planned
+        return planned
+
+    def share(self, batch: FeatureBatch | None) -> StepBatch | None:
+        """This process's part of a batch.
+
+        Raises:
+            FeatureError: features that lack what a shared batch needs.
+        """
+        if batch is None:
+            return None
+        needs_choices = self.eagle.in_vocab_only and self.eagle.self_logit_distillation
+        return self.sharing.share(batch, self.depths, needs_choices)
 
     def num_tokens(self, batch: FeatureBatch | None) -> int:
         """Tokens that this process adds to a step."""
-        return 0 if batch is None else batch.num_tokens
+        return 0 if batch is None else self.sharing.num_tokens(batch)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """``[...] -> [..., H]`` in the dtype of the head: its own table, or the target's."""
         if self.module.config.own_embedding:
             return self.module.embed(input_ids)
-        return nn.functional.embedding(input_ids, self.tables.embedding).to(self.module.lm_head.weight.dtype)
+        return nn.functional.embedding(input_ids, self.tables.embedding).to(self.module.dtype)
 
-    def place(self, batch: FeatureBatch | None, device) -> FeatureBatch | None:
+    def place(self, batch: FeatureBatch | None, device) -> StepBatch | None:
         """The batch on a device: features in the head's dtype, final states in the target head's."""
         if batch is None:
             return None
-        batch = batch.to(device)
+        batch = as_step_batch(batch.to(device))
+        batch = self.sharing.placed(batch, device)
         return replace(
             batch,
-            aux_hidden=batch.aux_hidden.to(self.module.lm_head.weight.dtype),  # [1,N,A·Ht]
-            final_hidden=batch.final_hidden.to(self.tables.rows.dtype),  # [1,N,Ht]
+            aux_hidden=batch.aux_hidden.to(self.module.dtype),  # [1,m,A·Ht]
+            final_hidden=batch.final_hidden.to(self.tables.rows.dtype),  # [1,t,Ht]
         )
-
-    def labels(self, batch: FeatureBatch) -> Tensor | None:
-        """``[1, N]`` token ids for hard labels, ``None`` for distillation."""
-        return None if self.eagle.self_logit_distillation else batch.input_ids
-
-    def top1(self, batch: FeatureBatch) -> Tensor | None:
-        """``[1, N]`` the target's choices, if the batch knows them wherever the convention looks.
-
-        Sources make them where the next token is supervised, which is where ``served`` counts; the other conventions
-        count elsewhere too and compute them from the final states.
-        """
-        return batch.target_top1 if self.rule.counts_predicted_token else None
 
     def normalisers(self, counts: Tensor, positions: int) -> Tensor:
         """``[K]`` what the sums of a whole step are divided by.
@@ -197,57 +275,39 @@ class TrainingStep(nn.Module):
         """
         return self.rule.divisor(counts, positions)
 
-    def options(self, index: int, place: int, rank: int) -> dict:
-        """Further arguments of :meth:`forward` for a micro-batch: step, place in its window, process."""
-        return {}
+    def options(self, index: int, place: int, rank: int) -> dict[str, bool]:
+        """Further arguments of :meth:`forward` for a micro-batch.
+
+        Args:
+            index: of the step.
+            place: of the micro-batch in its window.
+            rank: share of the data, the same for all processes that share a batch.
+        """
+        return self.states.options(index, place, rank)
 
     def after_backward(self, index: int) -> None:
         """Called once a step, when all gradients are there."""
+        self.states.after_backward(index)
 
-    def count_positions(self, batch: FeatureBatch | None) -> Tensor | None:
-        """``[K]`` int64 positions that the loss will count in a batch, found without running the head.
+    def count_positions(self, batch: FeatureBatch | None, generator: torch.Generator | None = None) -> Tensor | None:
+        """``[K]`` int64 positions that the loss will count here, found without running the head.
 
         ``None`` for a batch in which nobody counts any: no process runs it.
+
+        Args:
+            generator: see :meth:`planned`.
         """
         if batch is None:
             return None
-        counts = self.counted(batch).sum(1)  # [K]
-        return counts if bool(counts.any()) else None
-
-    @torch.no_grad()
-    def counted(self, batch: FeatureBatch) -> Tensor:
-        """``[K, N]`` bool: the anchors that each step of the loss will count."""
-        eagle, supervised = self.eagle, batch.supervised.flatten()  # [N]
-        documents = Documents.make(1, batch.num_tokens, batch.document_ids, supervised.device)
-        top1, labels = self.top1(batch), self.labels(batch)
-        teacher = Teacher(
-            self.module.target_ids,
-            hidden=batch.final_hidden.flatten(0, 1),
-            rows=self.tables.rows,
-            lm_head=self.tables.lm_head,
-            transform=self.tables.transform,
-            top1=None if top1 is None else top1.flatten(),
-            labels=None if labels is None else labels.flatten(),
-        )
-        return counted_masks(
-            documents,
-            supervised,
-            eagle.ttt_steps,
-            eagle.convention,
-            torch.arange(len(supervised), device=supervised.device),
-            teacher=teacher,
-            t2d=self.module.t2d,
-            in_vocab_only=eagle.in_vocab_only or self.rule.in_vocab_only,
-        )
+        planned = self.planned(batch, generator)
+        return None if planned.empty else planned.predictions.counts()
 
 
-def compile_layers(module: EagleModule, backend: str = "inductor") -> None:
-    """Compile the two halves of every decoder layer and the fusion of the features, for inputs of any length.
+def as_step_batch(batch: FeatureBatch) -> StepBatch:
+    """The batch as the step handles it."""
+    return batch if isinstance(batch, StepBatch) else StepBatch.of(batch)
 
-    What lies between them (which rows see which keys) has shapes that depend on the data and stays as it is. The
-    module's parameters and their names do not change.
-    """
-    module.fuse = torch.compile(module.fuse, dynamic=True, backend=backend)
-    for layer in module.layers:
-        layer.project = torch.compile(layer.project, dynamic=True, backend=backend)
-        layer.combine = torch.compile(layer.combine, dynamic=True, backend=backend)
+
+def compile_layers(module: DraftModule, backend: str = "inductor") -> None:
+    """Compile what a head lets be compiled, see :meth:`~modelopt_eagle.draft.base.DraftModule.compile_layers`."""
+    module.compile_layers(backend)

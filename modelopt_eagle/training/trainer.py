@@ -137,7 +137,7 @@ class Trainer:
         try:
             with self.view, StopRequest(self.view.say) as self.request, contextlib.closing(self.windows()) as windows:
                 for index, window in windows:
-                    if not self.go_on(window):
+                    if not self.go_on(index, window):
                         break
                     self.optimise(index, window)
                     self.after_step()
@@ -190,12 +190,15 @@ class Trainer:
                     yield step, [self.step.place(batch, self.accelerator.device) for batch in window]
                     step += 1
 
-    def go_on(self, window: list) -> bool:
+    def go_on(self, index: int, window: list) -> bool:
         """Agree with all processes on what this step counts, the time, and whether to stop; False to stop."""
-        counted = [self.step.count_positions(batch) for batch in window]
+        counted = [
+            self.step.count_positions(batch, self.generator(index, place, self.data_rank))
+            for place, batch in enumerate(window)
+        ]
         self.window_counts = sum(
             (count for count in counted if count is not None),
-            torch.zeros(self.step.eagle.ttt_steps, dtype=torch.int64, device=self.accelerator.device),
+            torch.zeros(self.step.depths, dtype=torch.int64, device=self.accelerator.device),
         )  # [K]
         tokens = sum(map(self.step.num_tokens, window))
         for place, count in enumerate(counted):
@@ -220,12 +223,12 @@ class Trainer:
         if not self.wrapped.training:
             raise TrainingError("the head is in evaluation mode inside the training loop; please report this")
         warming = self.schedule.progress(index, self.state.elapsed) < self.recipe.eagle.ttt_warmup
-        steps = 1 if warming else self.recipe.eagle.ttt_steps
+        steps = 1 if warming else self.step.depths
         for place, batch in enumerate(window):
             last = place == len(window) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                more = self.step.options(index, place, self.rank)
-                output = self.wrapped(batch, self.normalizers, self.generator(index, place), steps, **more)
+                more = self.step.options(index, place, self.data_rank)
+                output = self.wrapped(batch, self.normalizers, self.generator(index, place, self.rank), steps, **more)
                 # data-parallel wrappers average gradients over processes, the loss is already a share of the sum
                 self.accelerator.backward(output.loss * self.world)
             self.meter.add(output)
@@ -241,11 +244,13 @@ class Trainer:
         self.meter.steps += 1
         self.state.step = index + 1
 
-    def generator(self, index: int, place: int) -> torch.Generator | None:
-        """Randomness of a micro-batch, a function of seed, step, place and process: the same after a resume."""
-        if self.step.eagle.mix_hidden_states == 0:
-            return None
-        seed = (((self.settings.seed * 1_000_003 + index) * 1_009 + place) * 1_013 + self.rank) % 2**63
+    def generator(self, index: int, place: int, rank: int) -> torch.Generator:
+        """Randomness of a micro-batch, a function of seed, step, place and process: the same after a resume.
+
+        Args:
+            rank: this process, or for what is drawn alike by all processes that share a batch, their share of the data.
+        """
+        seed = (((self.settings.seed * 1_000_003 + index) * 1_009 + place) * 1_013 + rank) % 2**63
         return torch.Generator(self.accelerator.device).manual_seed(seed)
 
     def after_step(self) -> None:

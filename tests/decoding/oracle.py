@@ -2,7 +2,7 @@
 
 import torch
 
-from modelopt_eagle.decoding import rounds
+from modelopt_eagle.draft.eagle3 import draft_loop
 from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
 from modelopt_eagle.draft.trees import TreeHistory
 
@@ -62,4 +62,4 @@ def install(monkeypatch, prompts, answers, vocab):
         def history(self, path):
             return known_history(path, self.plan.topk, vocab)
 
-    monkeypatch.setattr(rounds, "DraftLoop", OracleLoop)
+    monkeypatch.setattr(draft_loop, "DraftLoop", OracleLoop)

@@ -180,12 +180,12 @@ def test_longer_calls_larger_batches_and_moved_weights_record_anew(target, promp
 def test_numbers_of_an_earlier_call_do_not_spread(target, good_head, prompts):
     plain, recorded = pair(target, good_head, **MODES[0])
     recorded.generate(prompts[:2], 12)
-    cache = recorded._graphs.cache
+    cache = recorded._drafter.cache
     with torch.inference_mode():
         for tensor in cache.tensors():
             tensor.fill_(float("nan"))
     same(recorded.generate(prompts[:2], 12), plain.generate(prompts[:2], 12))
-    assert recorded._graphs.cache is cache
+    assert recorded._drafter.cache is cache
 
 
 def test_rotary_tables_that_a_recording_reads_are_held(target, good_head, prompts):

@@ -14,10 +14,13 @@ import torch.distributed as dist  # noqa: E402
 from modelopt_eagle.data import TokenizedRow  # noqa: E402
 from modelopt_eagle.draft import DraftConfig, DraftVocab  # noqa: E402
 from modelopt_eagle.features import OnlineSource  # noqa: E402
+from modelopt_eagle.features.unadapted import UnadaptedSource  # noqa: E402
 from modelopt_eagle.recipe import load_recipe  # noqa: E402
+from modelopt_eagle.target.lora import TargetAdapter  # noqa: E402
 from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
-from modelopt_eagle.training.context import ContextGroup, SharedAxis, SharedStep  # noqa: E402
+from modelopt_eagle.training.context import ByPosition, ContextGroup, SharedAxis  # noqa: E402
 from modelopt_eagle.training.head import random_module  # noqa: E402
+from modelopt_eagle.training.states import AdaptedStates  # noqa: E402
 from modelopt_eagle.training.step import TeacherTables, TrainingStep  # noqa: E402
 
 CASES = {
@@ -33,7 +36,15 @@ CASES = {
     "speculators": ([(64, 16)], ("eagle.convention=speculators",), {}),
     "three tokens": ([(3, 1)], (), {}),
     "nothing": ([(30, 30)], (), {}),
+    "adapted": ([(40, 9), (61, 30)], ("target_lora.rank=4",), {}),
+    "adapted, teacher learns": ([(64, 16), (20, 4)], ("target_lora.rank=4", "target_lora.preservation_weight=3"), {}),
+    "adapted, warming up": ([(64, 16)], ("target_lora.rank=4",), {}),
 }
+ADAPTED = {
+    "adapted": {"adapt": True, "detach": True},
+    "adapted, teacher learns": {"adapt": True, "detach": False},
+}
+"""Cases whose adapters learn, and how; in the other ones they stay as they are."""
 
 
 def row(number: int, length: int, prompt: int) -> TokenizedRow:
@@ -46,23 +57,30 @@ def make(name: str, group: ContextGroup | None = None):
     """The step of a case, whole or shared, and its batch."""
     shapes, overrides, flags = CASES[name]
     target = make_tiny_target()
-    eagle = load_recipe(None, overrides).eagle
+    recipe = load_recipe(None, overrides)
     if flags.get("decoder_type") == "kimik2":
         flags = {**flags, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
                  "v_head_dim": 12}  # fmt: skip
     config = DraftConfig.from_target(target.config, 96, **flags)
     module = random_module(config, DraftVocab.from_counts(torch.arange(256).flip(0), 96), seed=0)
     tables = TeacherTables.make(target.embedding.weight, target.head, module.target_ids)
-    if group is None:
-        step = TrainingStep(module, tables, eagle)
-    else:
-        step = SharedStep(module, tables, eagle, "float32", group)
     rows = [row(number, *shape) for number, shape in enumerate(shapes)]
-    batch = OnlineSource(target, rows).load(range(len(rows)))
+    source, states = OnlineSource(target, rows), None
+    if recipe.target_lora.rank:
+        adapter = TargetAdapter(target, rank=4, alpha=8, target_modules=["q_proj", "down_proj"])
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in adapter.parameters():
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        source, states = UnadaptedSource(source, adapter), AdaptedStates(adapter, recipe.target_lora)
+    step = TrainingStep(
+        module, tables, recipe.eagle, states=states, sharing=None if group is None else ByPosition(group)
+    )
+    batch = source.load(range(len(rows)))
     return step.train(), step.place(step.share(batch), "cpu")
 
 
-def measure(step, batch, normalizers) -> dict:
+def measure(step, batch, normalizers, **options) -> dict:
     """Loss, metrics, gradients, and the numbers kept between forward and backward."""
     kept = 0
 
@@ -72,18 +90,26 @@ def measure(step, batch, normalizers) -> dict:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = step(batch, normalizers)
+        output = step(batch, normalizers, **options)
     output.loss.backward()
     return {
         "loss": output.loss.detach(),
         "per_step": output.per_step,
+        "preservation": output.preservation if options.get("adapt") else None,
         "counts": output.valid_counts,
         "hits": output.top1_hits,
-        "gradients": {name: parameter.grad for name, parameter in step.module.named_parameters()},
+        "gradients": {
+            name: parameter.grad for name, parameter in step.named_parameters() if parameter.grad is not None
+        },
         "kept": kept,
         "features": 0 if batch is None else batch.aux_hidden.numel() + batch.final_hidden.numel(),
         "training": step.module.training,
     }
+
+
+def options_of(name: str) -> dict:
+    """What the step of a case is called with."""
+    return ADAPTED.get(name, {"adapt": False} if "target_lora.rank=4" in CASES[name][1] else {})
 
 
 def main() -> None:
@@ -99,7 +125,7 @@ def main() -> None:
         tokens = step.num_tokens(batch)
         total = torch.cat((counts, torch.tensor([tokens])))
         dist.all_reduce(total)
-        results[name] = measure(step, batch, step.normalisers(total[:-1], int(total[-1])))
+        results[name] = measure(step, batch, step.normalisers(total[:-1], int(total[-1])), **options_of(name))
         results[name]["total"] = total
     axis = SharedAxis(group, 11, "cpu")
     values = torch.arange(11.0)[axis.tokens, None].expand(-1, 3).clone().requires_grad_()

@@ -35,7 +35,8 @@ def whole():
         if counts is None:
             results[name] = None
             continue
-        results[name] = shared_batches.measure(step, batch, step.normalisers(counts, batch.num_tokens))
+        norm = step.normalisers(counts, batch.num_tokens)
+        results[name] = shared_batches.measure(step, batch, norm, **shared_batches.options_of(name))
         results[name]["total"] = torch.cat((counts, torch.tensor([batch.num_tokens])))
     return results
 
@@ -52,11 +53,17 @@ def test_loss_and_gradients_add_up_to_those_of_one_process(name, shares, whole):
     for key in ("counts", "hits"):
         assert sum(part[key] for part in parts).tolist() == one[key].tolist()
     torch.testing.assert_close(sum(part["loss"] for part in parts), one["loss"], rtol=1e-6, atol=1e-6)
+    if one["preservation"] is not None:
+        total = sum(part["preservation"] for part in parts)
+        torch.testing.assert_close(total, one["preservation"], rtol=1e-6, atol=1e-6)
+        assert one["preservation"] > 0
     torch.testing.assert_close(sum(part["per_step"] for part in parts), one["per_step"], rtol=1e-6, atol=1e-6)
     for parameter, gradient in one["gradients"].items():
         total = sum(part["gradients"][parameter] for part in parts)
         torch.testing.assert_close(total, gradient, rtol=1e-5, atol=1e-6, msg=f"{name}: {parameter}")
     assert sum(g.abs().sum() for g in one["gradients"].values()) > 0
+    if name in shared_batches.ADAPTED:
+        assert any("adapters" in parameter for parameter in one["gradients"])
 
 
 def test_each_process_holds_and_keeps_its_share(shares, whole):
@@ -101,7 +108,6 @@ def test_a_run_of_two_processes_on_each_batch_is_that_of_one(tiny_target_dir, tm
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["target_lora.rank=4"], "target_lora trains the target"),
         (["eagle.loss=lk"], "set loss: kl"),
         (["eagle.convention=eagle"], "set convention: served"),
         (["eagle.convention=modelopt", "eagle.in_vocab_only=true"], "set convention: served"),

@@ -19,11 +19,11 @@ from modelopt_eagle.target.lora import TargetAdapter, attach, find_adapter, merg
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import loss as loss_module
 from modelopt_eagle.training import preservation
+from modelopt_eagle.training.distillation import counted_masks, distillation_loss
 from modelopt_eagle.training.head import random_module
-from modelopt_eagle.training.lora import AdaptedStep
-from modelopt_eagle.training.loss import distillation_loss
 from modelopt_eagle.training.preservation import preservation_kl
-from modelopt_eagle.training.step import TeacherTables
+from modelopt_eagle.training.states import AdaptedStates
+from modelopt_eagle.training.step import TeacherTables, TrainingStep
 
 ROWS = [
     TokenizedRow("a", "", list(range(10, 34)), [False] * 8 + [True] * 16, 8),
@@ -50,7 +50,7 @@ def make(*overrides, first_layer=0):
     source = UnadaptedSource(OnlineSource(target, ROWS), adapter)
     module = random_module(DraftConfig.from_target(target.config, 96), DraftVocab.from_counts(torch.arange(256), 96), 0)
     tables = TeacherTables.make(target.embedding.weight, target.head, module.target_ids)
-    step = AdaptedStep(module, tables, recipe.eagle, "float32", adapter, recipe.target_lora)
+    step = TrainingStep(module, tables, recipe.eagle, states=AdaptedStates(adapter, recipe.target_lora))
     return step, source.load([0, 1, 2]), source
 
 
@@ -98,7 +98,7 @@ def test_gradient_by_the_teacher_is_that_of_the_formula(convention, kind, change
     logits = (again @ head.T)[..., ids] if changes is None else changes((again @ head.T)[..., ids], ids)
     p_all = logits.flatten(0, 1).softmax(-1)  # [N,Vd]
     rule, total = CONVENTIONS[convention], 0.0
-    masks = loss_module.counted_masks(output.documents, supervised.flatten(), 3, convention, output.rows)
+    masks = counted_masks(output.documents, supervised.flatten(), 3, convention, output.rows)
     for k in range(3):
         rows = output.rows[masks[k]]
         log_q = module.lm_head(output.states[k][masks[k]]).log_softmax(-1).detach()
@@ -150,14 +150,14 @@ def test_no_logits_of_all_positions_exist(monkeypatch):
 
 def test_fresh_adapters_change_nothing_and_the_preservation_starts_at_zero():
     step, batch, _ = make()
-    adapted = adapted_batch(step.adapter, batch)
+    adapted = adapted_batch(step.states.adapter, batch)
     assert torch.equal(adapted.aux_hidden, batch.aux_hidden) and torch.equal(adapted.final_hidden, batch.final_hidden)
     assert torch.equal(adapted.target_top1, batch.target_top1)
     head, adapters, output = gradients(step, batch, detach=True)
     plain, _, without = gradients(step, batch, adapt=False)
     assert output.preservation == 0 and output.loss == without.loss
     assert all(torch.equal(a, b) for a, b in zip(head, plain, strict=True))
-    moved = [name for name, grad in zip(step.adapter.named, adapters, strict=True) if grad.abs().sum() > 0]
+    moved = [name for name, grad in zip(step.states.adapter.named, adapters, strict=True) if grad.abs().sum() > 0]
     # B moves first (A's gradient is a product with B = 0), and only in layers that the head reads
     assert moved and all("lora_B" in name for name in moved)
     assert {int(name.split("layers.")[1].split(".")[0]) for name in moved} == {0, 1, 2, 3, 4}
@@ -165,9 +165,9 @@ def test_fresh_adapters_change_nothing_and_the_preservation_starts_at_zero():
 
 def test_only_the_adapters_and_the_head_have_gradients():
     step, batch, _ = make(first_layer=2)
-    set_b(step.adapter)
+    set_b(step.states.adapter)
     gradients(step, batch, detach=False)
-    model = step.adapter.target.model
+    model = step.states.adapter.target.model
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {name for name, p in model.named_parameters() if ".lora_" in name} and len(trained) == 2 * 18
     assert not any("layers.0." in name or "layers.1." in name for name in trained)
@@ -177,16 +177,16 @@ def test_only_the_adapters_and_the_head_have_gradients():
 
 def test_detaching_the_teacher_takes_away_exactly_its_gradient():
     step, batch, _ = make("target_lora.preservation_weight=0")
-    set_b(step.adapter)
+    set_b(step.states.adapter)
     head_with, with_teacher, _ = gradients(step, batch, detach=False)
     head_without, without, _ = gradients(step, batch, detach=True)
     assert all(torch.equal(a, b) for a, b in zip(head_with, head_without, strict=True))
     # the teacher's own part: the same loss with the captured states held constant
-    adapted = adapted_batch(step.adapter, batch)
+    adapted = adapted_batch(step.states.adapter, batch)
     step.zero_grad(set_to_none=True)
     norm = step.normalisers(step.count_positions(batch), batch.num_tokens)
     constant = type(adapted)(**{**vars(adapted), "aux_hidden": adapted.aux_hidden.detach()})
-    super(AdaptedStep, step).forward(constant, norm).loss.backward()
+    step.loss_of(constant, norm).loss.backward()
     teacher = [torch.zeros_like(p) if p.grad is None else p.grad for p in step.adapters]
     assert sum(g.abs().sum() for g in teacher) > 0
     for both, features, own in zip(with_teacher, without, teacher, strict=True):
@@ -195,7 +195,7 @@ def test_detaching_the_teacher_takes_away_exactly_its_gradient():
 
 def test_preservation_pulls_the_target_back():
     step, batch, _ = make("target_lora.preservation_weight=100")
-    set_b(step.adapter)
+    set_b(step.states.adapter)
     optimizer = torch.optim.Adam(list(step.adapters), lr=3e-3)
     drifts = []
     for _ in range(25):
@@ -209,7 +209,7 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less():
     kept = []
     for checkpointing in ("false", "true"):
         step, batch, _ = make(f"target_lora.gradient_checkpointing={checkpointing}")
-        set_b(step.adapter)
+        set_b(step.states.adapter)
         size = 0
 
         def pack(tensor):
@@ -218,10 +218,10 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            adapted = adapted_batch(step.adapter, batch, checkpointing == "true")
+            adapted = adapted_batch(step.states.adapter, batch, checkpointing == "true")
         del adapted
         kept.append((size, gradients(step, batch, detach=False)[1]))
-        assert "forward" not in vars(step.adapter.target.layers[0])
+        assert "forward" not in vars(step.states.adapter.target.layers[0])
     assert kept[1][0] < 0.5 * kept[0][0]
     for plain, recomputed in zip(kept[0][1], kept[1][1], strict=True):
         torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-7)
@@ -229,10 +229,10 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less():
 
 def test_the_source_gives_the_unadapted_target_whatever_the_adapters_say():
     step, batch, source = make()
-    set_b(step.adapter)
+    set_b(step.states.adapter)
     again = source.load([0, 1, 2])
     assert torch.equal(again.aux_hidden, batch.aux_hidden) and torch.equal(again.final_hidden, batch.final_hidden)
-    assert not torch.equal(adapted_batch(step.adapter, batch).final_hidden, batch.final_hidden)
+    assert not torch.equal(adapted_batch(step.states.adapter, batch).final_hidden, batch.final_hidden)
     assert all(p.requires_grad for p in step.adapters)
 
 
@@ -380,7 +380,7 @@ def test_a_bfloat16_target_keeps_float32_adapters():
     recipe = load_recipe(None, ["target_lora.rank=4"])
     module = random_module(DraftConfig.from_target(target.config, 96), DraftVocab.from_counts(torch.arange(256), 96), 0)
     tables = TeacherTables.make(target.embedding.weight, target.head, module.target_ids)
-    step = AdaptedStep(module, tables, recipe.eagle, "float32", adapter, recipe.target_lora)
+    step = TrainingStep(module, tables, recipe.eagle, states=AdaptedStates(adapter, recipe.target_lora))
     _, grads, output = gradients(step, step.place(batch, "cpu"), detach=False)
     assert torch.isfinite(output.loss) and all(torch.isfinite(g).all() for g in grads)
     assert output.preservation == 0 and any(g.abs().sum() > 0 for g in grads)

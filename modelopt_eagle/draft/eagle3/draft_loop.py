@@ -8,19 +8,73 @@ the prefix, their own ancestors' keys and themselves (EAGLE-2, arXiv 2406.16858,
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.cache import DraftCache
+from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.draft.trees import RoundTree, TreeHistory, build_round_tree
+from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels.topk import stable_topk
 
 
-class DraftLoop:
+class RoundLoop(ABC):
+    """A round as the generator asks for it, made of a first step and what follows it."""
+
+    plan: DraftPlan
+    _output: Tensor | None = None
+
+    @abstractmethod
+    def advance(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> Tensor:
+        """The first step, see :meth:`DraftLoop.advance`."""
+
+    @abstractmethod
+    def chain(self, output: Tensor, lengths: list[int]) -> Tensor:
+        """The chain behind a first step, see :meth:`DraftLoop.chain`."""
+
+    @abstractmethod
+    def round_tree(self, output: Tensor, lengths: list[int], roots: Tensor) -> RoundTree:
+        """The tree behind a first step, see :meth:`DraftLoop.round_tree`."""
+
+    def commit(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> None:
+        """Run the first step; arguments as for :class:`~modelopt_eagle.draft.algorithm.DraftLoop`."""
+        self._output = self.advance(tokens, aux_hidden, starts, counts)  # [B,H]
+
+    def draft(self, lengths: list[int], roots: Tensor) -> Tensor | RoundTree:
+        """The later steps behind the last :meth:`commit`.
+
+        Raises:
+            DecodingError: nothing was committed.
+        """
+        if self._output is None:
+            raise DecodingError("nothing was committed yet: a round begins with commit(...)")
+        if self.plan.is_tree:
+            return self.round_tree(self._output, lengths, roots)
+        return self.chain(self._output, lengths)
+
+
+class EagerDrafter:
+    """Gives a new loop, with its own cache, for each call of the generator.
+
+    Args:
+        module: the head, in evaluation mode.
+        embedding: the target's embedding (unused by a head with its own).
+        plan: chain or tree.
+    """
+
+    def __init__(self, module: EagleModule, embedding: nn.Module, plan: DraftPlan):
+        self.module, self.embedding, self.plan = module, embedding, plan
+
+    def loop(self, batch: int, capacity: int) -> DraftLoop:
+        """A loop for ``batch`` rows of at most ``capacity`` anchors."""
+        return DraftLoop(self.module, self.embedding, self.plan, batch, capacity)
+
+
+class DraftLoop(RoundLoop):
     """Drafts for a batch of rows.
 
     Args:

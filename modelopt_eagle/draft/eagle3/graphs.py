@@ -15,9 +15,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor, nn
 
-from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.cache import DraftCache
-from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop, Where
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop, RoundLoop, Where
+from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.draft.trees import RoundTree, build_round_tree
 from modelopt_eagle.kernels import DraftTree
@@ -112,11 +112,11 @@ class DraftGraphs:
         return (*(getattr(drafted.tree, name) for name in FIELDS), drafted.sees)
 
 
-class RecordedLoop:
+class RecordedLoop(RoundLoop):
     """A :class:`DraftLoop` for one batch whose later steps are replayed. Made by :meth:`DraftGraphs.loop`."""
 
     def __init__(self, graphs: DraftGraphs, batch: int):
-        self.graphs = graphs
+        self.graphs, self.plan = graphs, graphs.plan
         self._use(batch)
 
     def _use(self, batch: int) -> None:

@@ -11,51 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.attention import QueryPlan, column_attention
 from modelopt_eagle.draft.conventions import convention_named
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Where documents begin and end on the flat token axis.
-
-    Attributes:
-        starts, ends: ``[N]`` int64, first token of the token's document and one past its last.
-        real: ``[N]`` bool, false on padding.
-    """
-
-    starts: Tensor
-    ends: Tensor
-    real: Tensor
-
-    @classmethod
-    def make(cls, batch: int, length: int, document_ids: Tensor | None, device) -> Documents:
-        """From ``[B, S]`` ids (a run of equal ids in a row is a document, negative is padding), or one a row."""
-        index = torch.arange(batch * length, device=device)  # [N]
-        if document_ids is None:
-            starts = index // length * length
-            return cls(starts, starts + length, torch.ones_like(index, dtype=torch.bool))
-        flat = document_ids.reshape(-1).to(device)  # [N]
-        first = torch.ones_like(flat, dtype=torch.bool)
-        first[1:] = (flat[1:] != flat[:-1]) | (index[1:] % length == 0)
-        run = first.cumsum(0) - 1  # [N]
-        begins = first.nonzero().squeeze(1)  # [documents]
-        stops = torch.cat((begins[1:], begins.new_tensor([batch * length])))
-        return cls(begins[run], stops[run], flat >= 0)
-
-    @property
-    def positions(self) -> Tensor:
-        """``[N]`` int64 position within the document."""
-        return torch.arange(len(self.starts), device=self.starts.device) - self.starts
-
-    def exists(self, rows: Tensor, offset: int) -> Tensor:
-        """Whether token ``row + offset`` lies in the document of ``row``, any shape."""
-        return (rows + offset < self.ends[rows]) & self.real[rows]
+from modelopt_eagle.draft.documents import Documents, WholeAxis
+from modelopt_eagle.draft.module import EagleModule
+from modelopt_eagle.draft.predictions import BatchView, Predictions, TokenAxis
 
 
 def counted_anchors(documents: Documents, supervised: Tensor, step: int, convention: str, rows: Tensor) -> Tensor:
@@ -155,25 +120,6 @@ def rollout(
     return RolloutOutput(module, states, rows, documents, batch, length)
 
 
-class WholeAxis:
-    """Every token's step-0 rows are computed here; the other way is to share them, see ``context.py``.
-
-    Attributes:
-        tokens: ``[m]`` int64 the flat tokens whose rows are computed, ascending: all N.
-    """
-
-    def __init__(self, length: int, device):
-        self.tokens = torch.arange(length, device=device)
-
-    def local(self, rows: Tensor) -> Tensor:
-        """Where flat rows lie among ``tokens``."""
-        return rows
-
-    def gather(self, values: Tensor) -> Tensor:
-        """``[m, ...]`` of ``tokens`` to ``[N, ...]`` of all."""
-        return values
-
-
 def run_steps(
     module: EagleModule,
     embed: Callable[[Tensor], Tensor],
@@ -182,7 +128,7 @@ def run_steps(
     rows: Tensor,
     steps: int,
     length: int,
-    axis=None,
+    axis: TokenAxis | None = None,
     *,
     mix_hidden_states: float = 0.0,
     generator: torch.Generator | None = None,
@@ -194,7 +140,7 @@ def run_steps(
         aux_hidden: ``[m, A·Ht]`` of the tokens of ``axis``.
         rows: ``[n]`` flat anchors, ascending, among the tokens of ``axis``.
         length: longest position that can occur, for the rotary tables.
-        axis: which tokens' step-0 rows are computed here; default all, see :class:`WholeAxis`.
+        axis: which tokens' step-0 rows are computed here; default all.
     """
     plan = QueryPlan.make(rows, documents.starts[rows])
     positions = documents.positions  # [N]
@@ -262,6 +208,51 @@ def active_anchors(documents: Documents, supervised: Tensor | None, steps: int, 
     for step in range(steps):
         active |= counted_anchors(documents, flat, step, convention, everyone)
     return everyone[active]
+
+
+def plan_rollout(view: BatchView, eagle: Any, generator: torch.Generator | None = None) -> Predictions:
+    """The predictions of a batch that the convention counts, by step and then by anchor.
+
+    Args:
+        view: of the batch.
+        eagle: with ``ttt_steps`` (K) and ``convention``.
+        generator: not used: nothing is drawn.
+    """
+    return _counted(view, eagle.ttt_steps, eagle.convention)
+
+
+def _counted(view: BatchView, steps: int, convention: str) -> Predictions:
+    everyone = torch.arange(len(view.input_ids), device=view.input_ids.device)  # [N]
+    masks = [counted_anchors(view.documents, view.supervised, step, convention, everyone) for step in range(steps)]
+    depth, anchor = torch.stack(masks).nonzero(as_tuple=True)  # [n] each
+    return Predictions(anchor, depth, anchor + 1 + depth, steps)
+
+
+def rollout_states(
+    module: EagleModule,
+    view: BatchView,
+    predictions: Predictions,
+    eagle: Any = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """``[n, H]`` after the final norm: the steps from the anchors of the predictions.
+
+    Args:
+        eagle: with ``mix_hidden_states``; ``None``: nothing is mixed.
+        generator: source of the mixed hidden states.
+    """
+    rows, place = predictions.anchor.unique(return_inverse=True)  # [r] ascending, [n]
+    states = run_steps(
+        module, view.embed, view.aux_hidden, view.documents, rows, predictions.depths, view.length, view.axis,
+        mix_hidden_states=0.0 if eagle is None else eagle.mix_hidden_states, generator=generator,
+    )  # fmt: skip
+    return torch.cat(states).index_select(0, predictions.depth * len(rows) + place)  # [n,H]
+
+
+def rollout_drafts(module: EagleModule, view: BatchView, steps: int) -> tuple[Predictions, Tensor]:
+    """Predictions and states of every draft of ``steps`` tokens within the answers, for the acceptance walk."""
+    predictions = _counted(view, steps, "served")
+    return predictions, rollout_states(module, view, predictions)
 
 
 def _check_shapes(module, token_embeddings, aux_hidden, steps, document_ids, supervised) -> tuple[int, int]:

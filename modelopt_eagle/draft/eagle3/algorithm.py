@@ -1,0 +1,81 @@
+"""EAGLE-3 as the toolkit asks for it, see :class:`~modelopt_eagle.draft.algorithm.Algorithm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter
+from modelopt_eagle.draft.config import DraftConfig
+from modelopt_eagle.draft.eagle3.draft_loop import EagerDrafter
+from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.eagle3.rollout import plan_rollout, rollout_drafts, rollout_states
+from modelopt_eagle.draft.module import EagleModule
+from modelopt_eagle.draft.plan import DraftPlan
+from modelopt_eagle.kernels.recorder import Recorder
+
+
+def make_drafter(module: EagleModule, embedding: nn.Module, plan: DraftPlan, recorder: Recorder | None) -> Drafter:
+    """The draft loops of a generator: call by call, or with the later steps recorded and replayed."""
+    if recorder is None:
+        return EagerDrafter(module, embedding, plan)
+    return DraftGraphs(module, embedding, plan, recorder)
+
+
+def training_cost(config: DraftConfig) -> Cost:
+    """Every token runs through the head at the first step, and each counted prediction of a later step once more."""
+    with torch.device("meta"):  # one output row: its size is known, and no vocabulary map is needed
+        module = EagleModule(DraftConfig.from_dict({**config.to_dict(), "draft_vocab_size": 1}))
+    inner = sum(p.numel() for name, p in module.named_parameters() if name != "lm_head.weight")
+    return Cost(inner, inner, config.draft_vocab_size * config.hidden_size)
+
+
+STRUCTURE = {
+    "decoder_type": "decoder_type",
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "attention_bias": "attention_bias",
+    "norm_before_residual": "norm_before_residual",
+    "norm_before_fc": "norm_before_fc",
+    "fc_norm": "fc_norm",
+    "norm_output": "norm_output",
+}
+"""Recipe key in ``eagle`` → field of :class:`DraftConfig`."""
+
+
+def head_config(recipe: Any, target_config: Any, size: int | None, aux_layer_ids: Any, **fields: Any) -> DraftConfig:
+    """The configuration of a new head with a vocabulary of ``size`` tokens (``None``: the target's)."""
+    own = {name: getattr(recipe.eagle, key) for key, name in STRUCTURE.items()}
+    return DraftConfig.from_target(target_config, size, aux_layer_ids, **{**own, **fields})
+
+
+def settings_of(recipe: Any) -> Any:
+    """The section ``eagle``."""
+    return recipe.eagle
+
+
+def trained_depths(eagle: Any) -> int:
+    """K, the rollout steps."""
+    return int(eagle.ttt_steps)
+
+
+ALGORITHM = Algorithm(
+    name="eagle3",
+    title="EAGLE-3",
+    config=DraftConfig,
+    module=EagleModule,
+    head_config=head_config,
+    settings=settings_of,
+    depths=trained_depths,
+    plan=plan_rollout,
+    states=rollout_states,
+    drafts=rollout_drafts,
+    drafter=make_drafter,
+    cost=training_cost,
+    recipe="eagle3",
+)
