@@ -195,7 +195,7 @@ def test_a_target_on_other_devices_than_the_head_is_refused(tiny_target_dir, dat
 
 def test_a_missing_package_is_named(tiny_target_dir, data, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(MissingExtraError, match=r"peft .*modelopt_eagle\[lora\]"):
+    with pytest.raises(MissingExtraError, match=r"peft .*pip install -e .*\[lora\]"):
         train(small_recipe(tiny_target_dir, data, tmp_path / "run", "target_lora.rank=4"))
 
 
