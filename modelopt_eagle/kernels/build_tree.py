@@ -14,10 +14,11 @@ selected: it gets parent -1, attends only itself and is never walked to; ``debug
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels.dispatch import (
@@ -34,6 +35,9 @@ from modelopt_eagle.kernels.select_nodes import row_block, select_nodes_referenc
 if TYPE_CHECKING:
     import triton.language as tl
 
+Fields = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The tensors of a :class:`DraftTree`, in their order."""
+
 NODE_BLOCK, WORD_BLOCK = 128, 32  # nodes and mask words of one tile; larger trees take several
 
 
@@ -47,14 +51,14 @@ class DraftTree:
     it is read from ``depths`` when needed, which waits for the device.
     """
 
-    tokens: torch.Tensor
-    flat_ids: torch.Tensor
-    parents: torch.Tensor
-    depths: torch.Tensor
-    mask: torch.Tensor
-    first_child: torch.Tensor
-    next_sibling: torch.Tensor
-    max_depth: int | None = None
+    tokens: Tensor
+    flat_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+    first_child: Tensor
+    next_sibling: Tensor
+    max_depth: int | None = field(default=None, kw_only=True)
 
     @property
     def num_nodes(self) -> int:
@@ -80,7 +84,7 @@ class DraftTree:
         self._refuse(twin.tril(-1).any(-1), "repeats the token of a sibling, which would bias sampling")
 
     @staticmethod
-    def _refuse(bad: torch.Tensor, complaint: str) -> None:
+    def _refuse(bad: Tensor, complaint: str) -> None:
         """Raise for the first node that ``bad`` [B,N-1] (without the root) marks."""
         if bad.any():
             row, node = (int(i) for i in bad.nonzero()[0])
@@ -88,13 +92,13 @@ class DraftTree:
 
 
 def build_tree(
-    scores: torch.Tensor,
-    tokens: torch.Tensor,
-    parent_list: torch.Tensor,
+    scores: Tensor,
+    tokens: Tensor,
+    parent_list: Tensor,
     num_nodes: int,
     topk: int,
     *,
-    root_tokens: torch.Tensor | None = None,
+    root_tokens: Tensor | None = None,
     debug: bool = False,
     backend: str = "auto",
 ) -> DraftTree:
@@ -167,14 +171,14 @@ def check_num_nodes(num_nodes: int, topk: int, depth: int) -> None:
 
 @torch.library.custom_op("modelopt_eagle::build_tree", mutates_args=())
 def _build_tree_op(
-    scores: torch.Tensor,
-    tokens: torch.Tensor,
-    parent_list: torch.Tensor,
-    root_tokens: torch.Tensor | None,
+    scores: Tensor,
+    tokens: Tensor,
+    parent_list: Tensor,
+    root_tokens: Tensor | None,
     num_nodes: int,
     topk: int,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Fields:
     if choose_backend(backend, scores.device) == "reference":
         return build_tree_reference(scores, tokens, parent_list, root_tokens, num_nodes, topk)
     batch, history = scores.shape
@@ -203,16 +207,16 @@ def _(scores, tokens, parent_list, root_tokens, num_nodes, topk, backend):
     return _empty_fields(scores, num_nodes)
 
 
-def _empty_fields(scores: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
+def _empty_fields(scores: Tensor, num_nodes: int) -> Fields:
     """Uninitialised tensors of DraftTree's fields, in their order."""
     batch = scores.shape[0]
 
-    def field(*shape: int) -> torch.Tensor:
+    def empty(*shape: int) -> Tensor:
         return torch.empty(batch, *shape, dtype=torch.int32, device=scores.device)
 
     return (
-        field(num_nodes), field(num_nodes - 1), field(num_nodes), field(num_nodes),
-        field(num_nodes, -(-num_nodes // 32)), field(num_nodes), field(num_nodes),
+        empty(num_nodes), empty(num_nodes - 1), empty(num_nodes), empty(num_nodes),
+        empty(num_nodes, -(-num_nodes // 32)), empty(num_nodes), empty(num_nodes),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,12 +66,17 @@ class TritonKernel:
     together with the compiled form of every other kernel function that this one calls.
     """
 
-    def __init__(self, function):
+    def __init__(self, function: Callable[..., Any]):
         functools.update_wrapper(self, function)
-        self.function = function
-        self.compiled = None
+        self.function: Any = function
+        self.compiled: Any = None
 
-    def load(self):
+    if TYPE_CHECKING:
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            """Only other kernels call a kernel, and they call its compiled form."""
+
+    def load(self) -> Any:
         """Return the ``triton.jit`` function, making it at the first call."""
         if self.compiled is None:
             triton = require_extra("triton", "kernels")
@@ -82,7 +88,7 @@ class TritonKernel:
             self.compiled = triton.jit(self.function)
         return self.compiled
 
-    def __getitem__(self, grid):
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """The launcher of this grid; it launches on the device of its first argument, which is always a tensor."""
 
         def launch(*arguments, **options):

@@ -17,6 +17,7 @@ import random
 import sys
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle import kernels
 from modelopt_eagle.errors import EagleError
@@ -36,18 +37,18 @@ class Cases:
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
 
-    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Integers in [low, high) as int32 or int64, on the CPU."""
         values = torch.randint(low, high, shape, generator=self.generator)
         return values.to(self.choose.choice([torch.int32, torch.int64]))
 
-    def uniform(self, *shape: int) -> torch.Tensor:
+    def uniform(self, *shape: int) -> Tensor:
         """Uniforms in [0, 1), half of the time multiples of 1/64 so that cumulated masses are met exactly."""
         if self.choose.random() < 0.5:
             return torch.randint(0, 64, shape, generator=self.generator) / 64
         return torch.rand(shape, generator=self.generator)
 
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+    def place(self, tensor: Tensor) -> Tensor:
         """Move to the device in one of several memory layouts."""
         tensor = tensor.to(self.device)
         layout = self.choose.choice(["plain", "strided", "transposed", "sliced"])
@@ -59,7 +60,7 @@ class Cases:
             return torch.cat([torch.zeros_like(tensor[:1]), tensor, torch.zeros_like(tensor[:1])])[1:-1]
         return tensor
 
-    def history(self, batch: int, topk: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def history(self, batch: int, topk: int, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """An EAGLE-2 expansion: scores [B,H] float32, tokens [B,H], parent_list [B,T*(D-1)+1]."""
         style = self.choose.choice(["smooth", "peaked", "tied", "missing"])
         layers, parents = [], [torch.full((batch, 1), -1)]
@@ -103,15 +104,15 @@ class Cases:
             tokens = (tokens + torch.arange(batch, dtype=tokens.dtype)[:, None]) % max(vocabulary, topk)
         tree = kernels.build_tree(scores, tokens, parent_list, nodes, topk, backend="reference")
         names = ("tokens", "flat_ids", "parents", "depths", "mask", "first_child", "next_sibling")
-        return DraftTree(*(self.place(getattr(tree, name)) for name in names), max_depth=depth)
+        return DraftTree(**{name: self.place(getattr(tree, name)) for name in names}, max_depth=depth)
 
-    def valid(self, batch: int) -> torch.Tensor | None:
+    def valid(self, batch: int) -> Tensor | None:
         """A validity mask, or None."""
         if self.choose.random() < 0.5:
             return None
         return self.place(torch.rand(batch, generator=self.generator) < 0.7)
 
-    def accepted(self, batch: int, nodes: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def accepted(self, batch: int, nodes: int, steps: int) -> tuple[Tensor, Tensor]:
         """Random increasing paths [B,steps] from node 0, -1 padded, and the number accepted [B]."""
         paths, counts = [], []
         for _ in range(batch):
@@ -121,7 +122,7 @@ class Cases:
             counts.append(count)
         return torch.tensor(paths, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
 
-    def probabilities(self, batch: int, nodes: int) -> torch.Tensor:
+    def probabilities(self, batch: int, nodes: int) -> Tensor:
         """[B,N,V] rows whose sums are exact in float32: 64 units thrown on V tokens, most of them empty."""
         vocabulary = self.choose.choice([3, 17, 64, 100])
         hits = torch.randint(0, vocabulary, (batch, nodes, 64), generator=self.generator)
@@ -140,9 +141,12 @@ def check_select_nodes(cases: Cases, backend: str) -> None:
 def check_build_tree(cases: Cases, backend: str) -> None:
     """One random case of ``build_tree``."""
     batch, topk, depth, nodes = cases.shape()
-    history = [cases.place(part) for part in cases.history(batch, topk, depth)]
+    scores, tokens, parent_list = (cases.place(part) for part in cases.history(batch, topk, depth))
     root = cases.choose.choice([None, cases.place(cases.integers(0, 9, batch))])
-    trees = [kernels.build_tree(*history, nodes, topk, root_tokens=root, backend=b) for b in (backend, "reference")]
+    trees = [
+        kernels.build_tree(scores, tokens, parent_list, nodes, topk, root_tokens=root, backend=b)
+        for b in (backend, "reference")
+    ]
     for field in ("flat_ids", "tokens", "parents", "depths", "mask", "first_child", "next_sibling"):
         compare(field, *(getattr(tree, field) for tree in trees))
 
@@ -170,7 +174,7 @@ def check_sample_and_match(cases: Cases, backend: str) -> None:
     tree = cases.tree(vocabulary=cases.choose.choice([3, 9]))
     batch, nodes = tree.tokens.shape
     probs, valid = cases.place(cases.probabilities(batch, nodes)), cases.valid(batch)
-    uniforms = cases.place(cases.uniform(batch, tree.max_depth + 1))
+    uniforms = cases.place(cases.uniform(batch, tree.depth_limit() + 1))
     compare_accepted(lambda b: kernels.sample_and_match(tree, probs, uniforms, valid, backend=b), backend)
 
 
@@ -181,7 +185,7 @@ def check_reject_target_only(cases: Cases, backend: str) -> None:
     probs, valid = cases.place(cases.probabilities(batch, nodes)), cases.valid(batch)
     if int(tree.tokens.max()) >= probs.shape[2]:
         probs = torch.nn.functional.pad(probs, (0, int(tree.tokens.max()) + 1 - probs.shape[2]))
-    coins, lasts = cases.place(cases.uniform(batch, tree.max_depth)), cases.place(cases.uniform(batch))
+    coins, lasts = cases.place(cases.uniform(batch, tree.depth_limit())), cases.place(cases.uniform(batch))
     compare_accepted(lambda b: kernels.reject_target_only(tree, probs, coins, lasts, valid, backend=b), backend)
 
 
@@ -189,9 +193,9 @@ def check_pack_mask(cases: Cases, backend: str) -> None:
     """One random case of ``pack_mask`` and ``unpack_mask``."""
     shape = [cases.choose.choice([1, 3, 7]), cases.choose.randint(1, 40), cases.choose.choice([1, 31, 32, 33, 65, 130])]
     mask = cases.place(torch.rand(shape, generator=cases.generator) < 0.5)
-    words = [kernels.pack_mask(mask, backend=b) for b in (backend, "reference")]
-    compare("words", *words)
-    words = cases.place(words[1].cpu())
+    packed = [kernels.pack_mask(mask, backend=b) for b in (backend, "reference")]
+    compare("words", *packed)
+    words = cases.place(packed[1].cpu())
     back = [kernels.unpack_mask(words, shape[2], backend=b) for b in (backend, "reference")]
     compare("mask", *back)
     compare("round trip", back[0], mask)
@@ -202,7 +206,8 @@ def check_repack_mask(cases: Cases, backend: str) -> None:
     batch, most, words = cases.choose.choice([1, 3, 7]), cases.choose.randint(1, 70), cases.choose.randint(1, 4)
     width = cases.choose.randint(1, words)
     buffer = torch.randint(-(2**31), 2**31, (batch, most, words), generator=cases.generator).to(torch.int32)
-    rows = cases.choose.choice([cases.choose.randint(0, most), cases.place(cases.integers(0, most + 1, batch))])
+    kinds: list[int | Tensor] = [cases.choose.randint(0, most), cases.place(cases.integers(0, most + 1, batch))]
+    rows = cases.choose.choice(kinds)
     used = rows * batch if isinstance(rows, int) else int(rows.sum())
     buffers = [buffer.to(cases.device, copy=True) for _ in range(2)]
     tight = [
@@ -231,7 +236,7 @@ def check_relocate_kv(cases: Cases, backend: str) -> None:
     prefix = cases.place(cases.integers(0, room - nodes + 1, batch))
     kind = choose.choice(["contiguous", "latent", "ring", "paged", "paged latent", "paged heads first"])
     options: dict = {}
-    shape = (batch, heads, room, width)
+    shape: tuple[int, ...] = (batch, heads, room, width)
     if kind == "latent":
         shape = (batch, room, width)
     if kind == "ring":
@@ -282,7 +287,7 @@ SMALL_BLOCKS = {  # tile sizes that make small inputs take every path for large 
 }
 
 
-def compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+def compare(what: str, found: Tensor, expected: Tensor) -> None:
     """Raise ParityError unless both tensors are equal in dtype, shape and every element."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         raise ParityError(f"{what}: {found.dtype} {list(found.shape)} against {expected.dtype} {list(expected.shape)}")

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from modelopt_eagle.errors import DecodingError
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 Region = Callable[..., tuple[Tensor, ...]]
 Replay = Callable[[], tuple[Tensor, ...]]
@@ -44,7 +47,7 @@ class CudaGraphRecorder:
 
     def __init__(self, fall_back: bool = False):
         self.fall_back = fall_back
-        self._pool = None
+        self._pool: _POOL_HANDLE | None = None
 
     def record(self, region: Region, inputs: Sequence[Tensor]) -> Replay:
         """Warm up on a side stream (kernels are compiled, workspaces made), then capture.

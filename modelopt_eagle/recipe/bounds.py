@@ -39,7 +39,10 @@ def check_tree_shape(mode: str, topk: int | None, depth: int | None, num_nodes: 
         extra = [f"{name}: {value}" for name, value in given.items() if value is not None]
         need(not extra, f"{', '.join(extra)} shapes a tree, but mode is chain: set mode: tree, or remove it")
         return
-    need(topk is not None and topk > 0, f"mode: tree needs topk > 0, found {topk}: set topk, or mode: chain")
+    if topk is None or topk < 1:
+        raise ValueError(f"mode: tree needs topk > 0, found {topk}: set topk, or mode: chain")
+    if depth is None:
+        raise ValueError("mode: tree needs a depth: set depth, or mode: chain")
     low, high = tree_node_bounds(topk, depth)
     need(
         num_nodes is None or low <= num_nodes <= high,

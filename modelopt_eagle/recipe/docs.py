@@ -44,11 +44,11 @@ def recipe_docs() -> str:
     parts = [INTRODUCTION, "## Shipped recipes\n", "| recipe | for |", "|---|---|"]
     parts += [f"| `recipes/{file.name}` | {_first_comment(file)} |" for file in sorted(recipe_folder().glob("*.yaml"))]
     for name, section in Recipe.sections().items():
-        parts += [f"\n## `{name}`\n", section.__doc__.strip() + "\n"]
+        parts += [f"\n## `{name}`\n", (section.__doc__ or "").strip() + "\n"]
         parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
         schema = section.model_json_schema()["properties"]
         for key, field in section.model_fields.items():
-            row = (f"`{key}`", _type_text(schema[key]), f"`{_as_yaml(field.get_default(call_default_factory=True))}`")
+            row = (f"`{key}`", _type_text(schema[key]), f"`{_as_yaml(section.default(key))}`")
             parts.append(f"| {' | '.join(row)} | {field.description} |")
     return "\n".join(parts) + "\n"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from modelopt_eagle.recipe.recipe import Recipe
 
@@ -44,7 +44,7 @@ SYNONYMS = {
 }
 
 
-def explain(error: ValidationError, places: dict[str, str], texts: dict[str, str], path: Path | None) -> str:
+def explain(error: ValidationError, places: dict[str, str], texts: dict[str, str], path: str | Path | None) -> str:
     """All faults of a recipe, one a line: where, which key, what was expected, found, and meant."""
     faults: dict[str, list[str]] = {}
     for fault in error.errors(include_url=False):
@@ -63,7 +63,7 @@ def explain(error: ValidationError, places: dict[str, str], texts: dict[str, str
     return "\n".join(where + "; or ".join(said) for where, said in faults.items())
 
 
-def _fault_message(fault: dict[str, Any]) -> str:
+def _fault_message(fault: ErrorDetails) -> str:
     kind, found = fault["type"], fault.get("input")
     if kind == "extra_forbidden":
         section, key = (str(part) for part in fault["loc"][:2])

@@ -91,7 +91,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     finally:
         if loader is not None:
             loader.dispose()
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"{path}: expected sections such as 'training:' with keys below them, found {_kind(content)}")
     return content, _lines(node)
 
@@ -108,4 +108,6 @@ def _lines(root: yaml.MappingNode) -> dict[str, int]:
 
 
 def _kind(value: Any) -> str:
-    return {list: "a list", str: "a piece of text"}.get(type(value), f"{value!r}")
+    if isinstance(value, list):
+        return "a list"
+    return "a piece of text" if isinstance(value, str) else f"{value!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def plan_fields(plan: DraftPlan) -> dict:
     return {"mode": "chain", "num_steps": plan.depth}
 
 
-def best_setting(rows: list[dict]) -> dict:
+def best_setting(rows: Sequence[dict]) -> dict:
     """The fastest shape of a sweep, or ``mode: plain`` if plain decoding is faster than all of them."""
     best = max(rows, key=lambda row: row["speedup"])
     shape = ("mode", "num_steps", "topk", "depth", "num_nodes")
@@ -152,7 +153,7 @@ def speed_line(speed: Speed) -> str:
 
 def disturbance(speed: Speed) -> str:
     """A warning if the machine was busy with other work while the times were taken."""
-    if not speed.disturbed:
+    if not speed.disturbed or speed.processor_share is None:
         return ""
     return (
         f"; other work held this one up ({100 * speed.processor_share:.0f} % of the time on a processor): measure the "
@@ -172,7 +173,7 @@ def same_text(speed: Speed) -> str:
     )
 
 
-def format_table(rows: list[tuple[str, ...]]) -> str:
+def format_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Columns aligned, the first to the left, a line under the head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

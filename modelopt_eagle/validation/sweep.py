@@ -79,7 +79,7 @@ def sweep(
 
 def sweep_table(rows: Sequence[dict]) -> str:
     """The rows of a sweep, and what to use on this machine."""
-    cells = [("draft", "acceptance length", "speed-up", "break-even")]
+    cells: list[tuple[str, ...]] = [("draft", "acceptance length", "speed-up", "break-even")]
     for row in rows:
         numbers = (f"{row[key]:.3f}" for key in ("acceptance_length", "speedup", "break_even"))
         cells.append((plan_name(row), *numbers))

@@ -22,7 +22,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _booleans_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and bool not in accepted_types(cls.model_fields[info.field_name].annotation):
+        key = info.field_name or ""
+        if isinstance(value, bool) and bool not in accepted_types(cls.model_fields[key].annotation):
             raise ValueError("expected a value that is not a boolean")
         return value
 

@@ -63,6 +63,6 @@ class ValidationSection(Section):
     @property
     def tree_nodes(self) -> int | None:
         """Nodes N of the tree with its root; None in mode chain."""
-        if self.mode == "chain":
+        if self.mode == "chain" or self.topk is None:
             return None
         return default_tree_nodes(self.topk, self.tree_depth) if self.num_nodes is None else self.num_nodes
