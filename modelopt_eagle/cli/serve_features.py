@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import check_bind, check_free
 
@@ -174,6 +175,11 @@ def _serve_target(args, token: str | None) -> int:
         max_length=args.max_length,
         max_bytes=int(args.max_gib * 2**30),
     )
+    if server.max_length < args.max_length:
+        say(f"rows of up to {server.max_length} tokens are taken: the target knows no more positions")
     print(f"serving features of {target.name} on {server.url}", flush=True)
-    server.serve_forever()
+    try:
+        server.serve_forever()
+    finally:
+        server.close()
     return 0

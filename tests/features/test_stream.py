@@ -16,8 +16,9 @@ from modelopt_eagle.errors import MissingExtraError, StreamError
 from modelopt_eagle.features import StreamedSource
 from modelopt_eagle.features.engines.vllm import free_port
 from modelopt_eagle.features.stream.client import MailboxClient, StreamTimeout
-from modelopt_eagle.features.stream.mailbox import SHARED_MEMORY, Mailbox
+from modelopt_eagle.features.stream.mailbox import Mailbox
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, encode
+from modelopt_eagle.features.stream.segments import SHARED_MEMORY
 from modelopt_eagle.features.stream.target_server import TargetServer
 
 AUX = (1, 3, 4)

@@ -21,7 +21,7 @@ from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features import OnlineSource, StreamedSource
 from modelopt_eagle.features.stream.client import MailboxClient
-from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY
+from modelopt_eagle.features.stream.segments import SEGMENT_PREFIX, SHARED_MEMORY
 from modelopt_eagle.target import load_target
 from modelopt_eagle.training import distillation_loss, rollout, train
 from tests.features.conftest import SERVED_LAYERS, TOKEN

@@ -39,9 +39,19 @@ def context_length(config, max_length: int) -> int:
         ``max_length + 2``, but not more than the positions that the target knows (which vLLM refuses): a row that fills
         all of them cannot be served by vLLM.
     """
+    known = window(config)
+    return max_length + 2 if known is None else min(max_length + 2, known)
+
+
+def window(config) -> int | None:
+    """Positions that a target knows, or None where its config does not bound them (scaled rotary positions).
+
+    Args:
+        config: the target's text config.
+    """
     limit = getattr(config, "max_position_embeddings", None)
     scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
-    return max_length + 2 if limit is None or scaled else min(max_length + 2, limit)
+    return None if scaled else limit
 
 
 def transfer_config(address: str, max_bytes: int = 4 * 2**30) -> dict:

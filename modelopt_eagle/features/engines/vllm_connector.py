@@ -138,6 +138,8 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Begin to copy newly finished requests; report those whose blocks may be freed."""
+        if self._mailbox is not None:
+            self._mailbox.check()  # ends the engine, and with it vLLM's server and its /health
         if self.has_connector_metadata() and self._serves:
             for finished in self._get_connector_metadata().finished:
                 self._take_out(finished)

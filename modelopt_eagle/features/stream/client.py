@@ -8,9 +8,10 @@ import threading
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import StreamError
-from modelopt_eagle.features.stream.mailbox import SEGMENT_PREFIX, SHARED_MEMORY
-from modelopt_eagle.features.stream.message import FeatureMessage, decode, parse_json
+from modelopt_eagle.features.stream.mailbox import LONGEST_WAIT
+from modelopt_eagle.features.stream.message import FeatureMessage, check_header, decode, parse_header
 from modelopt_eagle.features.stream.nixl import NixlLost, NixlReceiver
+from modelopt_eagle.features.stream.segments import SEGMENT_PREFIX, SHARED_MEMORY, delete_left_segments
 
 TRANSPORTS = ("auto", "tcp", "shm", "nixl")
 
@@ -40,6 +41,8 @@ class MailboxClient:
         self._zmq = require_extra("zmq", "stream")
         self._local = threading.local()
         self._nixl = NixlReceiver() if transport == "nixl" else None
+        if transport == "shm":
+            delete_left_segments()
 
     def hello(self) -> dict:
         """What the server serves: model, revision, tokenizer_hash, aux_layer_ids, hidden_size, …
@@ -48,7 +51,7 @@ class MailboxClient:
             StreamTimeout: no answer.
             StreamError: a refusal, or a malformed answer.
         """
-        header = parse_json(self._ask({"op": "hello"})[0], self.address)
+        header = parse_header(self._ask({"op": "hello"})[0], self.address)
         if not isinstance(header.get("identity"), dict):
             raise StreamError(f"{self.address}: {header.get('error', 'malformed answer: no identity')}")
         return header["identity"]
@@ -60,15 +63,17 @@ class MailboxClient:
             StreamTimeout: no answer, or the server no longer has the message: ask for the row again.
             StreamError: a refusal, or a malformed message.
         """
-        frames = self._ask({"op": "get", "key": key, "transport": self._transport, "wait": self._timeout / 2})
-        header = parse_json(frames[0], self.address)
+        wait = min(self._timeout / 2, LONGEST_WAIT)
+        frames = self._ask({"op": "get", "key": key, "transport": self._transport, "wait": wait})
+        header = parse_header(frames[0], self.address)
         if header.get("ok") is False:
             error = str(header.get("error"))
             lost = "no message under" in error or "was dropped" in error
             raise (StreamTimeout if lost else StreamError)(f"{self.address}: {error}")
+        check_header(header, self.address)  # before memory is taken for what it says
         if "segment" in header:
-            payload = self._take_segment(header["segment"])
-        elif self._nixl is not None and isinstance(header.get("bytes"), int):
+            payload = self._take_segment(header["segment"], header["bytes"])
+        elif self._nixl is not None:
             try:
                 payload = self._nixl.read(header.get("nixl"), header["bytes"], self._timeout)
             except NixlLost as error:
@@ -79,14 +84,19 @@ class MailboxClient:
             raise StreamError(f"{self.address} sent a malformed message: {len(frames)} frames, 2 expected")
         return decode(header, payload, self.address)
 
-    def _take_segment(self, name) -> bytearray:
+    def _take_segment(self, name, size: int) -> bytearray:
         """Read and delete a shared-memory file; only names that a mailbox gives are opened."""
-        if not isinstance(name, str) or not name.startswith(SEGMENT_PREFIX) or os.sep in name:
+        if not isinstance(name, str) or not name.startswith(SEGMENT_PREFIX) or os.sep in name or "\0" in name:
             raise StreamError(f"{self.address} sent a malformed message: segment name {name!r}")
         path = SHARED_MEMORY / name
         try:
-            payload = bytearray(path.stat().st_size)
-            with open(path, "rb", buffering=0) as file:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+                if (found := os.fstat(file.fileno()).st_size) != size:
+                    raise StreamError(
+                        f"{self.address} sent a malformed message: {size} bytes of shared memory expected, "
+                        f"{found} found"
+                    )
+                payload = bytearray(size)
                 file.readinto(payload)
             path.unlink()
         except OSError as error:

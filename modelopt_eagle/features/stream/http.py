@@ -10,10 +10,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.client import StreamTimeout
 
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers are near: no proxy knows them
+LARGEST_ANSWER = 16 * 2**20
+"""Bytes of an answer at most; the states come another way."""
+LARGEST_WORDS = 64 * 2**10
+"""Bytes of a refusal that are read."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the token to whoever it names: it is answered as any other refusal."""
+
+    def redirect_request(self, *arguments) -> None:
+        return None
+
+
+# servers are near: no proxy knows them
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
 _RETRIED = (408, 425, 429)  # the server is busy, not of another opinion
 
 
@@ -46,13 +61,15 @@ class CompletionsClient:
         timeout: seconds to wait for an answer.
 
     Raises:
-        StreamError: not such a URL.
+        StreamError: not such a URL, or a token that no header can carry.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout: float = 120.0):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
             raise StreamError(f"a server's address such as http://host:8000 expected, {url!r} found")
+        if token and not (token.isascii() and token.isprintable()):
+            raise StreamError("the token of a feature server may hold printable ASCII characters only: choose another")
         self.url, self._host = url.rstrip("/"), parts.hostname
         self._token, self._timeout = token, timeout
         self._model: str | None = None
@@ -105,9 +122,17 @@ class CompletionsClient:
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
             with _OPENER.open(request, timeout=self._timeout) as response:
-                answer = json.loads(response.read())
+                content = response.read(LARGEST_ANSWER + 1)
+            if len(content) > LARGEST_ANSWER:
+                raise StreamError(f"{self.url}{path} answered more than {LARGEST_ANSWER} bytes: no feature server")
+            answer = parse_json(content)
+        except StreamError:
+            raise
         except urllib.error.HTTPError as error:
             words = _words(error)
+            if error.code in (301, 302, 303, 307, 308):
+                place = error.headers.get("Location", "nowhere")
+                words = f"a redirect to {place!r}, which is not followed: give the server's own address"
             text = f"{self.url} answered {error.code}: {words}"
             if error.code >= 500 or error.code in _RETRIED:
                 raise StreamTimeout(text) from error
@@ -123,9 +148,12 @@ class CompletionsClient:
 
 def _words(error: urllib.error.HTTPError) -> str:
     """The server's own explanation."""
-    text = error.read().decode(errors="replace")
     try:
-        value = json.loads(text)
+        text = error.read(LARGEST_WORDS).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)
+    try:
+        value = parse_json(text)
         value = value.get("error", value)
         return str(value.get("message", value) if isinstance(value, dict) else value)
     except (ValueError, AttributeError):

@@ -9,7 +9,8 @@ A trainer sends one JSON frame to the mailbox's ZeroMQ socket and gets one or tw
     memory (``stream.nixl``); with ``shm`` the second frame stays in ``/dev/shm`` and
     the header says where; who fetched it deletes it, and the mailbox what nobody fetched in :data:`SEGMENT_LIFE`.
 
-Anything that fails is answered by ``{"ok": false, "error": …}``.
+Anything that fails is answered by ``{"ok": false, "error": …}``. A frame above :data:`LARGEST_REQUEST` bytes ends the
+connection that it came by, before it is taken into memory.
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ import errno
 import hmac
 import ipaddress
 import json
-import os
+import math
 import secrets
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Callable
 
+from modelopt_eagle.common.console import warn
 from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.message import FeatureMessage, encode
 from modelopt_eagle.features.stream.nixl import NixlSender
+from modelopt_eagle.features.stream.segments import Segments, delete_left_segments
 
-SHARED_MEMORY = Path("/dev/shm")
-SEGMENT_PREFIX = "modelopt-eagle-"
-SEGMENT_LIFE = 300.0
-"""Seconds after which a file in shared memory is taken to be left by a trainer that was killed."""
+LARGEST_REQUEST = 64 * 2**10
+"""Bytes of a request's frame at most."""
+LONGEST_KEY = 1024
+"""Characters of a key at most."""
+LONGEST_WAIT = 3600.0
+"""Seconds that a request may wait for its message at most."""
+MOST_WAITING = 10_000
+"""Requests that may wait at a time."""
 
 _TICK_MS = 5
 
@@ -47,7 +55,7 @@ def check_bind(address: str, token: str | None) -> None:
         token: the shared token, or None.
 
     Raises:
-        StreamError: an address that is not loopback, without a token.
+        StreamError: an address that is not loopback, without a token; or a token that no header can carry.
     """
     host = address.rsplit(":", 1)[0].strip("[]")
     try:
@@ -59,6 +67,8 @@ def check_bind(address: str, token: str | None) -> None:
             f"{address} can be reached from other hosts and there is no token: set MODELOPT_EAGLE_STREAM_TOKEN to the "
             "same secret for server and trainer, or listen on 127.0.0.1"
         )
+    if token and not (token.isascii() and token.isprintable()):
+        raise StreamError("the token of a feature server may hold printable ASCII characters only: choose another")
 
 
 BIND_PATIENCE = 2.0
@@ -89,16 +99,6 @@ def check_free(address: str, option: str) -> None:
         time.sleep(0.05)
 
 
-def _delete_old_segments() -> None:
-    """Delete what a server and a trainer that were both killed left in shared memory."""
-    for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*"):
-        try:
-            if time.time() - path.stat().st_mtime > SEGMENT_LIFE:
-                path.unlink()
-        except OSError:  # another server was faster, or it is another user's
-            continue
-
-
 def _bind(zmq, listener, address: str) -> None:
     """Listen on ``host:port``; a port still held after :data:`BIND_PATIENCE` closes the socket with a StreamError."""
     until = time.monotonic() + BIND_PATIENCE
@@ -112,6 +112,23 @@ def _bind(zmq, listener, address: str) -> None:
             time.sleep(0.05)
 
 
+def same_secret(given, secret: str) -> bool:
+    """Whether what somebody gave is the secret, in a time that does not tell how much of it is right.
+
+    Args:
+        given: anything; only a string can be it.
+        secret: the token.
+    """
+    given = given if isinstance(given, str) else ""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode("utf-8", "surrogateescape"))
+
+
+def _is_wait(value) -> bool:
+    """Whether a value is a number of seconds that a request may wait."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and 0 <= value <= LONGEST_WAIT
+
+
 class Mailbox:
     """Finished messages, held until they are fetched or pushed out by newer ones.
 
@@ -122,11 +139,21 @@ class Mailbox:
         max_bytes: bound of the memory for messages; the oldest unfetched are dropped, and asking for one is answered
             by an error that says so (the trainer then asks for the row again).
 
+        on_failure: called when the mailbox cannot go on, so that its server does not either.
+
     Attributes:
         port: the port that it listens on.
+        failure: what ended it, or None while it is well.
     """
 
-    def __init__(self, identity: dict, address: str, token: str | None = None, max_bytes: int = 4 * 2**30):
+    def __init__(
+        self,
+        identity: dict,
+        address: str,
+        token: str | None = None,
+        max_bytes: int = 4 * 2**30,
+        on_failure: Callable[[], None] = lambda: None,
+    ):
         check_bind(address, token)
         zmq = require_extra("zmq", "stream")
         self._server = secrets.token_hex(8)
@@ -138,12 +165,16 @@ class Mailbox:
         self._bytes = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._segments: deque[tuple[float, Path]] = deque()  # handed out, with the time at which they are deleted
+        self._segments = Segments()
+        self.failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._reported: set[str] = set()  # faults of our own, each said once
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, ":" in address.rsplit(":", 1)[0])
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)
         _bind(zmq, self._socket, address)
-        _delete_old_segments()
+        delete_left_segments()
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rsplit(":", 1)[1])
         self._thread = threading.Thread(target=self._serve, name="feature-mailbox", daemon=True)
         self._thread.start()
@@ -167,47 +198,87 @@ class Mailbox:
         self._stop.set()
         self._thread.join()
         self._socket.close()
-        self._delete_segments(float("inf"))
+        self._segments.delete_all()
+
+    def check(self) -> None:
+        """Refuse to go on with a mailbox that has ended.
+
+        Raises:
+            StreamError: says what ended it.
+        """
+        if self.failure is not None:
+            raise StreamError(
+                f"the mailbox on port {self.port} has ended, no features can be fetched: "
+                f"{type(self.failure).__name__}: {self.failure}; start the server again"
+            )
 
     def _serve(self) -> None:
+        """The thread: answers until it is closed; whatever ends it otherwise ends the server, too."""
+        try:
+            self._loop()
+        except BaseException as error:
+            self.failure = error
+            warn(f"the feature mailbox ended: {type(error).__name__}: {error}")
+            self._on_failure()
+
+    def _loop(self) -> None:
         waiting: list[tuple[bytes, dict, float]] = []  # requests for messages that are not there yet
         while not self._stop.is_set():
             if self._socket.poll(_TICK_MS if waiting else 10 * _TICK_MS):
                 sender, *frames = self._socket.recv_multipart()
-                request, error = self._parse(frames)
-                if error is not None:
-                    self._refuse(sender, error)
-                elif request["op"] == "hello":
-                    self._reply(sender, {"ok": True, "identity": self._identity})
-                else:
-                    waiting.append((sender, request, time.monotonic() + float(request.get("wait", 0))))
+                request = self._guarded(sender, self._take, sender, frames)
+                if request is not None and len(waiting) >= MOST_WAITING:
+                    self._refuse(sender, f"{MOST_WAITING} requests wait already: ask again later")
+                elif request is not None:
+                    waiting.append((sender, request, time.monotonic() + request.get("wait", 0)))
             now = time.monotonic()
-            waiting = [entry for entry in waiting if not self._answer(*entry, now)]
-            self._delete_segments(now)
+            waiting = [entry for entry in waiting if self._guarded(entry[0], self._answer, *entry, now) is False]
+            self._segments.delete_old(now)
             if self._nixl is not None:
                 self._nixl.release()
 
-    def _delete_segments(self, now: float) -> None:
-        """Delete files in shared memory that nobody has fetched in time; those that were are gone already."""
-        while self._segments and self._segments[0][0] <= now:
-            self._segments.popleft()[1].unlink(missing_ok=True)
+    def _guarded(self, sender: bytes, action: Callable, *arguments):
+        """What ``action`` returns; a fault of our own is answered and said once, and the mailbox goes on."""
+        try:
+            return action(*arguments)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if len(self._reported) < 100 and text not in self._reported:
+                self._reported.add(text)
+                warn(f"feature mailbox: a request failed: {text}")
+            self._refuse(sender, f"the request failed: {type(error).__name__}")
+            return None
+
+    def _take(self, sender: bytes, frames: list[bytes]) -> dict | None:
+        """Answer a request at once; a ``get`` is returned, for its message may be still to come."""
+        request, error = self._parse(frames)
+        if error is not None:
+            self._refuse(sender, error)
+        elif request["op"] == "hello":
+            self._reply(sender, {"ok": True, "identity": self._identity})
+        else:
+            return request
+        return None
 
     def _parse(self, frames: list[bytes]) -> tuple[dict, str | None]:
         """The request, or the error to answer."""
         try:
-            request = json.loads(frames[0]) if len(frames) == 1 else None
+            request = parse_json(frames[0]) if len(frames) == 1 else None
         except ValueError:
             request = None
         if not isinstance(request, dict) or request.get("op") not in ("hello", "get"):
             return {}, "malformed request: one JSON frame with op hello or get expected"
-        if self._token and not hmac.compare_digest(str(request.get("token") or "").encode(), self._token.encode()):
+        if self._token and not same_secret(request.get("token"), self._token):
             return {}, "wrong or missing token: set MODELOPT_EAGLE_STREAM_TOKEN to the server's"
         if request["op"] == "get" and not (
             isinstance(request.get("key"), str)
+            and len(request["key"]) <= LONGEST_KEY
             and request.get("transport") in ("tcp", "shm", "nixl")
-            and isinstance(request.get("wait", 0), (int, float))
+            and _is_wait(request.get("wait", 0))
         ):
-            return {}, "malformed request: get needs key, transport tcp, shm or nixl, and wait in seconds"
+            return {}, (
+                f"malformed request: get needs key, transport tcp, shm or nixl, and wait, 0 to {LONGEST_WAIT:g} seconds"
+            )
         return request, None
 
     def _answer(self, sender: bytes, request: dict, deadline: float, now: float) -> bool:
@@ -226,16 +297,12 @@ class Mailbox:
             else:
                 return False
         if request["transport"] == "shm":
-            segment = SHARED_MEMORY / f"{SEGMENT_PREFIX}{secrets.token_hex(16)}"
             try:
-                with open(os.open(segment, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-                    file.write(payload)
+                segment = self._segments.write(payload)
             except OSError as error:
-                segment.unlink(missing_ok=True)
                 self._refuse(sender, f"cannot write {len(payload)} bytes of shared memory: {error}")
                 return True
-            self._segments.append((now + SEGMENT_LIFE, segment))
-            self._reply(sender, header | {"segment": segment.name})
+            self._reply(sender, header | {"segment": segment})
         elif request["transport"] == "nixl":
             try:
                 self._nixl = self._nixl or NixlSender()

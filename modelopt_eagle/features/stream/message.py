@@ -9,12 +9,12 @@ in hex. Through shared memory the second frame is a file in ``/dev/shm``, named 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 
 import torch
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import StreamError
 
 MESSAGE_VERSION = 1
@@ -78,19 +78,60 @@ def encode(message: FeatureMessage) -> tuple[dict, bytes]:
     return header, payload
 
 
-def parse_json(frame, where: str) -> dict:
+def parse_header(frame, where: str) -> dict:
     """The JSON object of a frame.
 
     Raises:
         StreamError: it is not one.
     """
     try:
-        value = json.loads(bytes(frame))
-    except (ValueError, UnicodeDecodeError) as error:
+        value = parse_json(frame)
+    except ValueError as error:
         raise StreamError(f"{where} sent a malformed message: no JSON ({error})") from error
     if not isinstance(value, dict):
         raise StreamError(f"{where} sent a malformed message: an object expected, {type(value).__name__} found")
     return value
+
+
+def check_header(header: dict, where: str) -> torch.dtype:
+    """Check everything that a header says by itself; returns the dtype of the states.
+
+    Args:
+        header: first frame.
+        where: the server, for messages.
+
+    Raises:
+        StreamError: a field is missing or of another kind, or sizes do not fit together.
+    """
+    for name, kind in _FIELDS.items():
+        if type(header.get(name)) is not kind:
+            raise StreamError(
+                f"{where} sent a malformed message: {name} of type {kind.__name__} expected, {header.get(name)!r} found"
+            )
+    if header["version"] != MESSAGE_VERSION:
+        raise StreamError(
+            f"{where} speaks message version {header['version']}, this trainer version {MESSAGE_VERSION}: "
+            "run the same modelopt_eagle on both sides"
+        )
+    for name in ("token_ids", "aux_layer_ids"):
+        if not all(type(value) is int for value in header[name]):
+            raise StreamError(f"{where} sent a malformed message: {name} must be integers")
+    shape, dtype = header["shape"], _DTYPES.get(header["dtype"])
+    if dtype is None:
+        raise StreamError(f"{where} sent dtype {header['dtype']!r}; one of {', '.join(_DTYPES)} expected")
+    wanted = [len(header["token_ids"]), len(header["aux_layer_ids"]) + 1]
+    if len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape) or shape[:2] != wanted:
+        raise StreamError(
+            f"{where} sent a malformed message: shape {wanted + ['Ht']} expected for its tokens and layers, "
+            f"{shape} found"
+        )
+    size = math.prod(shape) * dtype.itemsize
+    if size != header["bytes"]:
+        raise StreamError(
+            f"{where} sent a malformed message: {size} bytes expected for {shape} {header['dtype']}, header says "
+            f"{header['bytes']}"
+        )
+    return dtype
 
 
 def decode(header: dict, payload, where: str) -> FeatureMessage:
@@ -102,32 +143,13 @@ def decode(header: dict, payload, where: str) -> FeatureMessage:
         where: the server, for messages.
 
     Raises:
-        StreamError: a field is missing or of another kind, sizes do not fit together, or the checksum differs.
+        StreamError: see :func:`check_header`; or the payload is of another size, or its checksum differs.
     """
-    for name, kind in _FIELDS.items():
-        if not isinstance(header.get(name), kind):
-            raise StreamError(
-                f"{where} sent a malformed message: {name} of type {kind.__name__} expected, {header.get(name)!r} found"
-            )
-    if header["version"] != MESSAGE_VERSION:
+    dtype, shape, size = check_header(header, where), header["shape"], header["bytes"]
+    if size != len(payload):
         raise StreamError(
-            f"{where} speaks message version {header['version']}, this trainer version {MESSAGE_VERSION}: "
-            "run the same modelopt_eagle on both sides"
-        )
-    shape, dtype = header["shape"], _DTYPES.get(header["dtype"])
-    if dtype is None:
-        raise StreamError(f"{where} sent dtype {header['dtype']!r}; one of {', '.join(_DTYPES)} expected")
-    wanted = [len(header["token_ids"]), len(header["aux_layer_ids"]) + 1]
-    if len(shape) != 3 or not all(isinstance(n, int) and n >= 0 for n in shape) or shape[:2] != wanted:
-        raise StreamError(
-            f"{where} sent a malformed message: shape {wanted + ['Ht']} expected for its tokens and layers, "
-            f"{shape} found"
-        )
-    size = math.prod(shape) * dtype.itemsize
-    if not size == header["bytes"] == len(payload):
-        raise StreamError(
-            f"{where} sent a malformed message: {size} bytes expected for {shape} {header['dtype']}, header says "
-            f"{header['bytes']}, {len(payload)} arrived"
+            f"{where} sent a malformed message: {size} bytes expected for {shape} {header['dtype']}, "
+            f"{len(payload)} arrived"
         )
     if checksum(payload) != header["checksum"]:
         raise StreamError(f"{where} sent states whose checksum differs from the header's; the transport damaged them")
