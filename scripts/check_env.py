@@ -13,6 +13,7 @@ NEEDED = [
     ("pydantic", "pydantic", (2, 7), None),
     ("accelerate", "accelerate", (1, 10), "train"),
     ("tensorboard", "tensorboard", (2, 17), "train"),
+    ("filelock", "filelock", (3, 12), None),
     ("tqdm", "tqdm", (4, 66), None),
     ("matplotlib", "matplotlib", (3, 8), "report"),
     ("jinja2", "jinja2", (3, 1), "report"),

@@ -5,12 +5,12 @@ Each stage that is complete is passed over, so the same command goes on after Ct
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 from pathlib import Path
 
+from modelopt_eagle.common.files import file_sha256, write_whole
 from modelopt_eagle.errors import ExportError, RecipeError
 from modelopt_eagle.recipe import Recipe, train_recipe
 
@@ -160,7 +160,7 @@ def validate(recipe: Recipe, result) -> dict:
     )
     print(report.table())
     report.write_json(file)
-    write_whole(stamp, json.dumps(mark, indent=1))
+    write_whole(stamp, json.dumps(mark, indent=1) + "\n")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -169,9 +169,9 @@ def measurement_mark(recipe: Recipe, checkpoint: Path) -> dict:
     section = recipe.validation.model_dump(mode="json", exclude={"ar_lower_bound"})
     prompts = Path(recipe.validation.prompts)
     return {
-        "weights": digest(checkpoint / "model.safetensors"),
+        "weights": file_sha256(checkpoint / "model.safetensors"),
         **adapter_mark(checkpoint),
-        "prompts": digest(prompts) if prompts.is_file() else None,
+        "prompts": file_sha256(prompts) if prompts.is_file() else None,
         "validation": section,
     }
 
@@ -188,23 +188,7 @@ def adapter_mark(checkpoint: Path) -> dict:
     from modelopt_eagle.target.lora import WEIGHTS
 
     adapter = own_adapter(checkpoint)
-    return {} if adapter is None else {"target_adapter": digest(adapter / WEIGHTS)}
-
-
-def digest(file: Path) -> str:
-    """SHA-256 of a file."""
-    with file.open("rb") as stream:
-        found = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a small file under a temporary name and rename it."""
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(text + "\n", encoding="utf-8")
-    os.replace(part, file)
+    return {} if adapter is None else {"target_adapter": file_sha256(adapter / WEIGHTS)}
 
 
 def export(recipe: Recipe, result, measured: dict | None) -> None:
@@ -217,7 +201,7 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
     section, path, stamp = recipe.export, recipe.export_path, export_stamp(recipe)
     mark = {
         "path": str(path.resolve()),
-        "weights": digest(result.best_checkpoint / "model.safetensors"),
+        "weights": file_sha256(result.best_checkpoint / "model.safetensors"),
         **adapter_mark(result.best_checkpoint),
         "acceptance": measured,
         "export": section.model_dump(mode="json", exclude={"overwrite"}),
@@ -227,7 +211,7 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
         return
     check_export_path(recipe)
     stamp.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(stamp, json.dumps({"path": mark["path"]}))  # from here on the folder is this run's to replace
+    write_whole(stamp, json.dumps({"path": mark["path"]}) + "\n")  # from here on the folder is this run's to replace
     arguments = recipe.model.load_arguments()
     del arguments["attn_implementation"]
     target = load_target_tables(**{**arguments, "device": "cpu", "dtype": recipe.model.dtype})
@@ -260,7 +244,7 @@ def export(recipe: Recipe, result, measured: dict | None) -> None:
         from modelopt_eagle.export.hub import push_to_hub
 
         print(f"uploaded to {push_to_hub(path, section.push_to_hub)}")
-    write_whole(stamp, json.dumps(mark, indent=1))
+    write_whole(stamp, json.dumps(mark, indent=1) + "\n")
 
 
 def data_facts(recipe: Recipe, result) -> str | None:

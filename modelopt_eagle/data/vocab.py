@@ -7,7 +7,6 @@ are the likeliest, and the result depends on nothing else.
 """
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from modelopt_eagle.common.files import whole_file, write_whole
 from modelopt_eagle.data.encode import TokenizedRow
 from modelopt_eagle.draft import DraftVocab
 from modelopt_eagle.errors import CheckpointError, DataError
@@ -125,12 +125,10 @@ def save_draft_vocab(folder: str | Path, vocab: DraftVocab, record: dict) -> Pat
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {"d2t": vocab.d2t.cpu().contiguous(), "t2d": vocab.t2d.cpu().contiguous()}
-    save_file(tensors, folder / f".{WEIGHTS}.part")
-    os.replace(folder / f".{WEIGHTS}.part", folder / WEIGHTS)
+    with whole_file(folder / WEIGHTS) as part:
+        save_file(tensors, part)
     sizes = {"draft_vocab_size": vocab.size, "vocab_size": vocab.t2d.numel()}
-    part = folder / f".{RECORD}.part"
-    part.write_text(json.dumps(sizes | record, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / RECORD)
+    write_whole(folder / RECORD, json.dumps(sizes | record, indent=1) + "\n")
     return folder
 
 

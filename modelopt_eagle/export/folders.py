@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import glob
-import os
 import re
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from modelopt_eagle.common import folders
+from modelopt_eagle.common.files import disk_trouble
+from modelopt_eagle.common.folders import bring_back
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.target.lora import CONFIG as ADAPTER_CONFIG
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
@@ -20,11 +17,6 @@ from modelopt_eagle.target.lora import WEIGHTS as ADAPTER_WEIGHTS
 
 COMPLETE_MARKER = "complete.json"
 """Written last into each training checkpoint; a folder without it was cut short."""
-
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Linux: names from the working directory; ``renameat2`` exchanges two of them."""
-LEFT_FOR = 3600.0
-"""Seconds after which parts of a folder whose process is gone are removed; it may run on another machine."""
 
 EXPORT_FILES = ("config.json", "README.md", "hf_quant_config.json")
 """With ``*.safetensors`` and the folder of the target's adapter, all that an export holds; a folder with anything else
@@ -42,67 +34,9 @@ def is_export(path: Path) -> bool:
     )
 
 
-def exchange(a: Path, b: Path) -> bool:
-    """Let two folders change names in one step; ``False`` where the system cannot (nothing is changed then)."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2  # Linux, glibc 2.28
-    except (OSError, AttributeError):
-        return False
-    return renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0
-
-
-def put_in_place(part: Path, path: Path) -> None:
-    """Give the finished folder ``part`` the name ``path``; what stood there goes with ``part`` or is removed.
-
-    Where the system cannot exchange two names, the old folder is moved aside for a moment; :func:`bring_back` returns
-    it if the process dies then.
-    """
-    if not path.exists():
-        part.rename(path)
-        return
-    if exchange(part, path):
-        return
-    old = path.with_name(f".{path.name}.old-{os.getpid()}")
-    path.rename(old)
-    try:
-        part.rename(path)
-    except OSError:
-        old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this machine exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def bring_back(path: Path) -> None:
-    """Undo what a process that was killed left beside ``path``: an old folder moved aside, parts of a new one."""
-    if not path.parent.is_dir():
-        return
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*-*"):
-        found = re.fullmatch(r"(old|part)-(\d+)", left.name[len(path.name) + 2 :])
-        if not found or alive(int(found.group(2))):
-            continue
-        if found.group(1) == "old" and not path.exists():
-            left.rename(path)
-        elif time.time() - left.stat().st_mtime > LEFT_FOR:
-            shutil.rmtree(left, ignore_errors=True)
-
-
 @contextmanager
 def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """Write a folder under a temporary name beside ``path`` and rename it at the end.
-
-    If the body raises, ``path`` is as it was: absent, or with its old content. If the process is killed, ``path`` is
-    the old folder or the new one, whole.
+    """Write an export whole or not at all, see :func:`modelopt_eagle.common.folders.whole_folder`.
 
     Args:
         path: the folder to make.
@@ -127,16 +61,13 @@ def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
             raise ExportError(
                 f"{path} holds files that no export writes, so it is not overwritten: name another folder"
             )
-    part = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
-        part.mkdir(parents=True)
-        yield part
-        put_in_place(part, path)
+        with folders.whole_folder(path) as part:
+            yield part
     except OSError as error:
-        full = " (the disk is full)" if error.errno == errno.ENOSPC or "No space left" in str(error) else ""
-        raise ExportError(f"could not write {path}{full}: {error}; what stood there before is unchanged") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        raise ExportError(
+            f"could not write {path} ({disk_trouble(error)}); what stood there before is unchanged"
+        ) from error
 
 
 def step_of(folder: Path) -> int:

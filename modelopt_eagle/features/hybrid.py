@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import threading
 import time
 from array import array
@@ -11,6 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from filelock import Timeout
+
+from modelopt_eagle.common.files import file_lock
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
 from modelopt_eagle.features.prefetch import Prefetcher
@@ -46,7 +47,7 @@ class Claims:
 
     def take(self, rows: Sequence[int]) -> set[int]:
         """Claim rows; returns those that this process is to make (also if it claimed them before)."""
-        with self._locked():
+        with file_lock(self._mutex):
             for path, start in self._others.items():
                 with open(path, "rb") as file:
                     file.seek(start)
@@ -59,12 +60,6 @@ class Claims:
         self._ours.update(new)
         return self._ours.intersection(rows)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with open(self._mutex, "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
 
 def refuse_other_fillers(folder: Path, world_size: int) -> None:
     """A store is filled by one run at a time: look for workers of another count.
@@ -75,14 +70,14 @@ def refuse_other_fillers(folder: Path, world_size: int) -> None:
     for path in folder.glob(".lock-*-of-*"):
         if path.name.endswith(f"-of-{world_size}"):
             continue  # the writer asks for its own
-        with open(path, "a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise FeatureError(
-                    f"another process already writes into {folder} ({path.name}); a store is filled by one run at a "
-                    "time: wait for it, or use another folder"
-                ) from error
+        try:
+            with file_lock(path, wait=False):
+                pass
+        except Timeout as error:
+            raise FeatureError(
+                f"another process already writes into {folder} ({path.name}); a store is filled by one run at a "
+                "time: wait for it, or use another folder"
+            ) from error
 
 
 class HybridSource(PlannedSource):

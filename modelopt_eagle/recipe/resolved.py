@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.recipe.loader import load_recipe
 from modelopt_eagle.recipe.recipe import Recipe
 from modelopt_eagle.recipe.yaml_file import dump_value
@@ -28,21 +28,10 @@ IMMATERIAL = {
 
 
 def dump_resolved(recipe: Recipe, path: str | Path) -> None:
-    """Write every value of the recipe with its origin as a comment; the file loads to the same recipe.
-
-    Written under a temporary name and renamed, so that it is whole or absent.
-    """
+    """Write every value of the recipe with its origin as a comment; the file, whole or absent, loads to the same."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(resolved_text(recipe))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, resolved_text(recipe))
 
 
 def resolved_text(recipe: Recipe) -> str:

@@ -6,7 +6,6 @@ is written under a temporary name and renamed, under a lock: it is whole or abse
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -15,6 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from modelopt_eagle.common.files import file_lock
+from modelopt_eagle.common.folders import whole_folder
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.identity import MARKER_FILE, file_fingerprint
@@ -77,7 +78,7 @@ def convert_gguf(file: Path, name: str | None = None) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_suffix(".lock")):
+        with file_lock(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 _convert(file, name, folder)
     except (OSError, SafetensorError) as error:
@@ -89,24 +90,19 @@ def convert_gguf(file: Path, name: str | None = None) -> Path:
 
 
 def _convert(file: Path, name: str, folder: Path) -> None:
-    """Write ``folder`` under a temporary name and rename it; the caller holds the lock."""
+    """Write ``folder``, whole; the caller holds the lock."""
     needed, free = file.stat().st_size * _GROWTH, shutil.disk_usage(folder.parent).free
     if free < needed:
         raise TargetError(
             f"{folder.parent}: converting {name} to float32 takes up to {needed / 1e9:.1f} GB, found {free / 1e9:.1f} "
             "GB free; set MODELOPT_EAGLE_CACHE to a folder on a larger disk"
         )
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    try:
+    with whole_folder(folder, part=folder.with_name(f".{folder.name}.tmp")) as part:
         model, tokenizer = read_gguf(file)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
         marker = {"model": name, "revision": file_fingerprint(file)}
-        (temporary / MARKER_FILE).write_text(json.dumps(marker), encoding="utf-8")
-        os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (part / MARKER_FILE).write_text(json.dumps(marker), encoding="utf-8")
 
 
 def read_gguf(file: Path):
@@ -153,16 +149,3 @@ def _set_special_tokens(file: Path, model, tokenizer) -> None:
         setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(token_id))
         for config in (model.config, model.generation_config) if kind != "unk" else ():
             setattr(config, f"{kind}_token_id", token_id)
-
-
-@contextlib.contextmanager
-def _lock(path: Path):
-    """Hold an exclusive lock on a file; it is freed when the process ends, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows: both processes convert, and the later rename fails
-        yield
-        return
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -9,8 +9,6 @@ does not match it, is passed over and the one before is used.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import random
@@ -24,6 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from modelopt_eagle.common.files import disk_trouble, file_sha256, flush_folder, write_whole
+from modelopt_eagle.common.folders import flush_tree
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
@@ -127,7 +127,7 @@ class CheckpointFolder:
                     shutil.rmtree(stale)
                 part.mkdir()
             self.barrier()
-            _write(part / f"rng-{self.rank}.pt", lambda stream: torch.save(rng_state(), stream))
+            write_whole(part / f"rng-{self.rank}.pt", lambda stream: torch.save(rng_state(), stream))
             self.barrier()
             if self.rank == 0:
                 state = {**state, "step": step, "world_size": self.world_size}
@@ -135,10 +135,9 @@ class CheckpointFolder:
                 if folder.exists():
                     shutil.rmtree(folder)
                 os.replace(part, folder)
-                _flush_folder(self.output_dir)
+                flush_folder(self.output_dir)
                 manifest = _manifest(folder, step)
-                _write(folder / COMPLETE, lambda stream: stream.write(manifest.encode()))
-                _flush_folder(folder)
+                write_whole(folder / COMPLETE, manifest)
                 self._point_at_best(best_step)
                 self._remove_surplus(best_step, step)
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -153,21 +152,17 @@ class CheckpointFolder:
     def _write_files(self, part: Path, module, optimizers, state: dict, recipe_text: str, adapter) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()}
         save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
-        _flush_file(part / WEIGHTS)
         if adapter is not None:
             adapter.save(part / ADAPTER)
-            for file in (part / ADAPTER).iterdir():
-                _flush_file(file)
-            _flush_folder(part / ADAPTER)
         dumps = [optimizer.state_dict() for optimizer in optimizers]
-        _write(part / OPTIMIZER, lambda stream: torch.save(dumps, stream))
+        write_whole(part / OPTIMIZER, lambda stream: torch.save(dumps, stream))
         for name, text in (
             (CONFIG, json.dumps(module.config.to_dict(), indent=2)),
             (STATE, json.dumps(state, indent=1)),
             (RECIPE, recipe_text),
         ):
-            _write(part / name, lambda stream, text=text: stream.write(text.encode()))
-        _flush_folder(part)
+            write_whole(part / name, text)
+        flush_tree(part)
 
     def _point_at_best(self, step: int) -> None:
         link, temporary = self.output_dir / BEST, self.output_dir / f".{BEST}.link"
@@ -259,7 +254,7 @@ def incomplete(folder: Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != expected["bytes"]:
             return f"{name} has {file.stat().st_size} bytes, {expected['bytes']} were written"
-        if _sha256(file) != expected["sha256"]:
+        if file_sha256(file) != expected["sha256"]:
             return f"{name} was altered after it was written (checksum)"
     return None
 
@@ -284,46 +279,13 @@ def set_rng_state(state: dict) -> None:
 
 def _manifest(folder: Path, step: int) -> str:
     found = sorted(file for file in folder.rglob("*") if file.is_file())
-    files = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _sha256(f)} for f in found}
+    files = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": file_sha256(f)} for f in found}
     return json.dumps({"step": step, "files": files}, indent=1)
 
 
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _write(file: Path, write: Callable) -> None:
-    """Write a file and flush it to the disk; it never exists half-written under its own name."""
-    temporary = file.with_name(f".{file.name}.part")
-    with temporary.open("wb") as stream:
-        write(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-
-
-def _flush_file(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _save_error(folder: Path, error: Exception, left: list[int]) -> CheckpointError:
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error)
-    why = "the disk is full" if full else f"{type(error).__name__}: {error}"
     rest = f"intact: {', '.join(f'checkpoint-{step}' for step in left)}" if left else "there is none yet"
     return CheckpointError(
-        f"cannot save {folder}: {why}. Earlier checkpoints are {rest}; make room or set training.output_dir, then run "
-        "the same command again"
+        f"cannot save {folder}: {disk_trouble(error)}. Earlier checkpoints are {rest}; make room or set "
+        "training.output_dir, then run the same command again"
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from pathlib import Path
 
+from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.validation.report import AcceptanceReport, speed_line
 from modelopt_eagle.validation.speed import Speed
@@ -87,10 +87,7 @@ def write_html(report: AcceptanceReport, path: str | Path) -> Path:
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
-    return path
+    return write_whole(path, text)
 
 
 def _bars(names: list[str], values: list[float], label: str, band: tuple[float, float] | None) -> str:

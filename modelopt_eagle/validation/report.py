@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import modelopt_eagle
+from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.decoding import DraftPlan
 from modelopt_eagle.validation.speed import Speed
 
@@ -83,10 +83,7 @@ class AcceptanceReport:
         """Write ``acceptance.json`` whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(draft, path)
-        return path
+        return write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     def table(self) -> str:
         """Category by category, then all, then what else was found."""

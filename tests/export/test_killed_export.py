@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from modelopt_eagle.common import folders
+from modelopt_eagle.common.folders import bring_back
 from modelopt_eagle.errors import CheckpointError, ExportError
-from modelopt_eagle.export import folders
-from modelopt_eagle.export.folders import bring_back, resolve_checkpoint, whole_folder
+from modelopt_eagle.export.folders import resolve_checkpoint, whole_folder
 
 FILES = ("config.json", "model.safetensors", "README.md")
 

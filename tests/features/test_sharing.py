@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelopt_eagle.cli.main import run_command
+from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features import FeatureRow, OfflineSource, predicting_positions
 from modelopt_eagle.features.dump import import_rows, shared_tokens
-from modelopt_eagle.features.store import StoreReader, StoreWriter, bytes_per_token, files, maintenance
+from modelopt_eagle.features.store import StoreReader, StoreWriter, bytes_per_token, maintenance
 from modelopt_eagle.features.store.codec import restore, widen_e4m3
 from modelopt_eagle.features.store.sharing import BLOCK, PrefixIndex, agreeing
 from tests.features.rows import LAYERS, WIDTH, contract
@@ -147,7 +148,7 @@ def test_prefixes_that_are_not_there_are_found(tmp_path, spoil):
         shard["aux_hidden"] = shard["aux_hidden"][:-1].contiguous()
     save_file(shard, path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["shards"][0] |= {"bytes": path.stat().st_size, "sha256": files.file_sha256(path)}
+    manifest["shards"][0] |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(FeatureError, match="names a prefix that no earlier row has"):
         StoreReader(tmp_path)

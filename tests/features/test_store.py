@@ -7,10 +7,11 @@ import shutil
 
 import pytest
 import torch
+from filelock import FileLock
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import FeatureError
-from modelopt_eagle.features.store import StoreReader, bytes_per_token, files, maintenance
+from modelopt_eagle.features.store import StoreReader, bytes_per_token, maintenance
 from modelopt_eagle.features.store.codec import restore, shrink
 from tests.features.rows import WIDTH, check_all, contract, fill, make_row, open_writer
 
@@ -237,7 +238,7 @@ def test_a_full_disk_leaves_a_whole_store(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(FeatureError, match="the disk is full"):
         writer.close()
     monkeypatch.undo()
@@ -251,10 +252,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(FeatureError, match="cannot make the folder .*file.*; name one that can be written"):
         open_writer(tmp_path / "file")
 
-    def refuse(path, mode):
+    def refuse(lock):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(files, "open", refuse, raising=False)
+    monkeypatch.setattr(FileLock, "acquire", refuse)
     with pytest.raises(FeatureError, match="cannot write into .*: Read-only file system"):
         open_writer(tmp_path / "store")
 

@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_no_folder(tmp_path, cache, monkeypatch, kind):
     target = make_tiny_target()
 
     def fail(self, folder):
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").write_text("half")
         raise kind("No space left on device")
 

@@ -1,21 +1,19 @@
-"""Files that are whole or absent: written under a temporary name, flushed to the disk, renamed; and mapped again."""
+"""The files of a store: written whole or not at all, locked, and mapped again."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
+from modelopt_eagle.common.files import disk_trouble, file_lock, write_whole
 from modelopt_eagle.errors import FeatureError
 
 TEMPORARY_PREFIX = ".writing-"
+"""Of half-written files, by which a later run knows and removes them."""
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,74 +33,43 @@ def write_durably(path: Path, content: bytes) -> None:
     Raises:
         FeatureError: the disk is full, or the folder cannot be written.
     """
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        write_whole(path, content, part=path.with_name(TEMPORARY_PREFIX + path.name))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
         raise FeatureError(
-            f"cannot write {path} ({len(content):,} bytes): {reason}; what was written before is whole, "
+            f"cannot write {path} ({len(content):,} bytes): {disk_trouble(error)}; what was written before is whole, "
             "make room and run the same command again"
         ) from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder, so that a rename in it outlives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def take_lock(path: Path, what: str) -> FileLock:
+    """A lock of a store, or an error without waiting: two writers of one share would make the same rows.
 
-
-def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-class FolderLock:
-    """An exclusive lock that the system releases when its holder dies.
+    The lock files ``.lock-i-of-n`` are part of the store's format, as their names tell one run how many workers
+    another has.
 
     Args:
         path: the lock file; it stays behind, empty.
         what: what the holder does, for the message.
 
+    Returns:
+        The lock; ``release()`` lets go of it.
+
     Raises:
         FeatureError: another process holds it, or the folder cannot be written.
     """
-
-    def __init__(self, path: Path, what: str):
-        try:
-            self._file = open(path, "a")
-        except OSError as error:
-            raise FeatureError(
-                f"cannot write into {path.parent}: {error.strerror}; name a folder that can be written"
-            ) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            raise FeatureError(
-                f"another process already {what} ({path}); wait for it, or give this one another --shard i/n"
-            ) from error
-
-    def release(self) -> None:
-        self._file.close()
+    lock = file_lock(path, wait=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise FeatureError(
+            f"another process already {what} ({path}); wait for it, or give this one another --shard i/n"
+        ) from error
+    except OSError as error:
+        raise FeatureError(
+            f"cannot write into {path.parent}: {disk_trouble(error)}; name a folder that can be written"
+        ) from error
+    return lock
 
 
 def map_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict]:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from filelock import FileLock
+
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract
 from modelopt_eagle.features.store.codec import aux_bytes
-from modelopt_eagle.features.store.files import FolderLock
+from modelopt_eagle.features.store.files import take_lock
 from modelopt_eagle.features.store.manifest import Manifest, ShardEntry, manifest_name, read_manifests
 from modelopt_eagle.features.store.shard import check_finite, open_shard
 
@@ -196,13 +198,13 @@ def merge(folder: str | Path) -> int:
             lock.release()
 
 
-def _lock_all(folder: Path) -> list[FolderLock]:
+def _lock_all(folder: Path) -> list[FileLock]:
     """Locks of every worker that has written here."""
     names = {path.name for path in folder.glob(".lock-*-of-*")} | {".lock-0-of-1"}
-    locks: list[FolderLock] = []
+    locks: list[FileLock] = []
     try:
         for name in sorted(names):
-            locks.append(FolderLock(folder / name, "writes into this store"))
+            locks.append(take_lock(folder / name, "writes into this store"))
     except FeatureError:
         for lock in locks:
             lock.release()

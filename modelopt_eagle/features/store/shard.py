@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract
-from modelopt_eagle.features.store.files import REMEDY, file_sha256, map_safetensors
+from modelopt_eagle.features.store.files import REMEDY, map_safetensors
 from modelopt_eagle.features.store.manifest import ShardEntry
 
 

@@ -23,7 +23,7 @@ from modelopt_eagle.features.store.codec import (
     restore,
     row_bytes,
 )
-from modelopt_eagle.features.store.files import TEMPORARY_PREFIX, FolderLock, write_durably
+from modelopt_eagle.features.store.files import TEMPORARY_PREFIX, take_lock, write_durably
 from modelopt_eagle.features.store.manifest import (
     SHARDS_PER_MANIFEST,
     Manifest,
@@ -95,7 +95,7 @@ class StoreWriter:
             raise FeatureError(f"{self.folder} holds a dump of {kind}: write the store into a folder of its own")
         self._make_folder()
         self._worker, self._prefix = worker, f"features-{index}-of-{count}-"
-        self._lock = FolderLock(self.folder / f".lock-{index}-of-{count}", f"writes shard {index}/{count} here")
+        self._lock = take_lock(self.folder / f".lock-{index}-of-{count}", f"writes shard {index}/{count} here")
         try:
             self._open(Manifest(contract, dataset_hash, dataset_rows))
         except BaseException:
