@@ -9,7 +9,7 @@ from modelopt_eagle.data.report import DataReport, RowRejected
 from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, refuse_what_is_not_rendered, row_id
 from modelopt_eagle.errors import DataError
 
-_NAMES = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
+_NAMES: dict[str, str | Path] = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Conversations to token rows with their supervised flags: the data set that training and vocabulary read."""
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,14 +44,11 @@ class TokenizedDataset:
 
     def preview(self, tokenizer, row: int = 0) -> str:
         """One row as text, the supervised parts between ``⟦`` and ``⟧``; for a look at what is learned."""
-        parts, run, inside = [], [], False
-        item = self.rows[row]
-        for token, flag in [*zip(item.input_ids, item.supervised, strict=True), (None, None)]:
-            if flag != inside or flag is None:
-                text = tokenizer.decode(run)
-                parts.append(f"⟦{text}⟧" if inside and run else text)
-                run, inside = [], flag
-            run.append(token)
+        item, parts = self.rows[row], []
+        tokens = zip(item.input_ids, item.supervised, strict=True)
+        for supervised, run in itertools.groupby(tokens, key=lambda pair: bool(pair[1])):
+            text = tokenizer.decode([token for token, _ in run])
+            parts.append(f"⟦{text}⟧" if supervised else text)
         return "".join(parts)
 
 
@@ -109,8 +107,11 @@ def tokenize_conversations(
         raise DataError(f"max_length must be at least 2 tokens, found {max_length}")
     if workers < 1:
         raise DataError(f"workers must be at least 1, found {workers}")
-    items = list(getattr(conversations, "rows", conversations))
-    report = _continued(getattr(conversations, "report", DataReport(read=len(items))), max_length)
+    if isinstance(conversations, ConversationSet):
+        items, report = conversations.rows, conversations.report
+    else:
+        items, report = list(conversations), DataReport(read=len(conversations))
+    report = _continued(report, max_length)
     options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends, vision)
     chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
     rows: list[TokenizedRow] = []
@@ -190,14 +191,14 @@ def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _
     encoded, notes = encode_rows(
         tokenizer, [row for row in rendered if not row.pictured], special, options.supervise_cut_ends
     )
-    texts, tagged = iter(encoded), uses_generation_tags(tokenizer) and tokenizer.is_fast
+    encodings, tagged = iter(encoded), uses_generation_tags(tokenizer) and tokenizer.is_fast
     rows = []
     for text, origin in zip(rendered, origins, strict=True):
         try:
             if text.pictured:
                 ids, flags, images = _encode_with_images(tokenizer, text, special, options, notes, origin.place)
             else:
-                (ids, flags), images = next(texts), None
+                (ids, flags), images = next(encodings), None
                 if tagged:
                     flags = apply_generation_tags(tokenizer, text, ids, flags, origin.place)
             row = TokenizedRow(text.id, origin.category, ids, flags, 0, images)

@@ -126,8 +126,10 @@ def _encode_pieces(tokenizer, row: RenderedRow):
 
 def uses_generation_tags(tokenizer) -> bool:
     """Whether the template marks the assistant's text itself."""
-    template = getattr(tokenizer, "chat_template", None) and tokenizer.get_chat_template()
-    return bool(template) and "{%" in template and any(f"{{%{dash} generation" in template for dash in ("", "-"))
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    template = tokenizer.get_chat_template()
+    return any(f"{{%{dash} generation" in template for dash in ("", "-"))
 
 
 def apply_generation_tags(tokenizer, row: RenderedRow, ids: list[int], flags: list[bool], place: str) -> list[bool]:

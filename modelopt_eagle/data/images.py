@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.data.report import RowRejected
@@ -116,7 +117,7 @@ def fill_in(turns: list[tuple[str | Image, ...]], value: dict, folder: Path | No
     Raises:
         RowRejected: ``image_count``, and those of :func:`local_image`.
     """
-    named = next((value[key] for key in ("images", "image") if value.get(key)), [])
+    named: Any = next((value[key] for key in ("images", "image") if value.get(key)), [])
     images = [local_image(name, folder, place) for name in (named if isinstance(named, list) else [named])]
     waiting = sum(part == Image("") for parts in turns for part in parts)
     if images and not waiting:
@@ -135,7 +136,7 @@ def _split_marks(parts: tuple[str | Image, ...]) -> tuple[str | Image, ...]:
     """Texts cut at their ``<image>`` marks, an image without a file in place of each."""
     result: list[str | Image] = []
     for part in parts:
-        pieces = part.split(MARK) if isinstance(part, str) else [part]
+        pieces: Sequence[str | Image] = part.split(MARK) if isinstance(part, str) else [part]
         for number, piece in enumerate(pieces):
             result += [Image("")] * (number > 0)
             result += [piece] if piece else []

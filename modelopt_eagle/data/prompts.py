@@ -16,7 +16,7 @@ from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
 from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, row_id
 from modelopt_eagle.errors import DataError
 
-_NAMES = {"quickstart": ASSETS / "prompts.jsonl", "mt_bench": "HuggingFaceH4/mt_bench_prompts"}
+_NAMES: dict[str, str | Path] = {"quickstart": ASSETS / "prompts.jsonl", "mt_bench": "HuggingFaceH4/mt_bench_prompts"}
 _NO_IMAGES = "prompts with images are not supported here, only by validation (ar_validate): give prompts of text"
 
 

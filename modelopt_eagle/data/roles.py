@@ -112,13 +112,13 @@ def refuse_what_is_not_rendered(row: SourceRow) -> None:
             raise RowRejected(
                 "tool_role", f"{row.place}: `{key}` describes tools, and these are not rendered: remove them"
             )
-    turns = next((row.value[key] for key in _MESSAGE_KEYS if row.value.get(key)), [])
+    turns: list[dict] = next((row.value[key] for key in _MESSAGE_KEYS if row.value.get(key)), [])
     for index, turn in enumerate(turns):
-        key = next((key for key in ("reasoning_content", "thinking") if turn.get(key)), None)
-        if key is not None:
+        field = next((name for name in ("reasoning_content", "thinking") if turn.get(name)), None)
+        if field is not None:
             raise RowRejected(
                 "separate_reasoning",
-                f"{row.place}, turn {index}: the reasoning stands in `{key}`, so the content is not all that was "
+                f"{row.place}, turn {index}: the reasoning stands in `{field}`, so the content is not all that was "
                 "written: put it into the content, as the target writes it, or remove it",
             )
 
@@ -143,9 +143,8 @@ def _with_row_images(messages: list[Message], row: SourceRow) -> list[Message]:
 
 
 def _with_parts(message: Message, parts: tuple[str | Image, ...]) -> Message:
-    if not any(isinstance(part, Image) for part in parts):
-        return replace(message, content="".join(parts), parts=())
-    return replace(message, content="".join(part for part in parts if isinstance(part, str)), parts=parts)
+    texts = [part for part in parts if isinstance(part, str)]
+    return replace(message, content="".join(texts), parts=parts if len(texts) < len(parts) else ())
 
 
 def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None) -> Message:

@@ -77,12 +77,14 @@ class LayerCapture:
         Raises:
             TargetError: no forward pass ran, or it did not run every layer.
         """
-        if self._missing:
-            raise TargetError(
-                f"expected outputs of layers {list(self.layer_ids)}, but the last forward pass did not run layers "
-                f"{sorted(self._missing)}; run the model inside the `with target.capture(...)` block"
-            )
-        return self._buffer if self._into is None else self._into.read(self._rows.numel()).view(*self._rows, -1)
+        if not self._missing and self._into is not None:
+            return self._into.read(self._rows.numel()).view(*self._rows, -1)
+        if not self._missing and self._buffer is not None:
+            return self._buffer
+        raise TargetError(
+            f"expected outputs of layers {list(self.layer_ids)}, but the last forward pass did not run layers "
+            f"{sorted(self._missing)}; run the model inside the `with target.capture(...)` block"
+        )
 
     def _reset(self, module, arguments) -> None:
         if threading.get_ident() != self._thread:

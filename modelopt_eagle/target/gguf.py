@@ -129,7 +129,8 @@ def read_gguf(file: Path):
     # The weights are plain float32 now; transformers still takes the model for a quantised one and would not save it.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+    for name, value in (("hf_quantizer", None), ("is_quantized", False), ("quantization_method", None)):
+        setattr(model, name, value)
     return model, tokenizer
 
 

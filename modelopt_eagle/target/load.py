@@ -70,14 +70,13 @@ def load_target(
     _check_loading(name, loading)
     if not spread:
         model = model.to("cpu" if device == "auto" else device)
-    local = isinstance(place, Path)
     tokenizer = load_tokenizer(place, revision, trust_remote_code, chat_template)
     return Target(
         model,
         tokenizer,
-        name=local_name(place) if name == "quickstart" else str(name),
-        source=place if local else None,
-        revision=None if local else content_revision(place, revision),
+        name=local_name(place) if isinstance(place, Path) and name == "quickstart" else str(name),
+        source=place if isinstance(place, Path) else None,
+        revision=None if isinstance(place, Path) else content_revision(place, revision),
         vision=vision_of(tokenizer, place, config, revision, trust_remote_code),
     )
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.parts import find_parts
 from modelopt_eagle.target.stops import find_end_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Target:
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer, *, name: str, source=None, revision: str | None = None, vision=None
+        self, model: PreTrainedModel, tokenizer, *, name: str, source=None, revision: str | None = None, vision=None
     ):
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config(decoder=True)
@@ -68,9 +72,9 @@ class Target:
         self._revision = revision
         self.parts = find_parts(model, self.config)
         self.layers, self.final_norm = self.parts.layers, self.parts.final_norm
-        table = self._materialised("embedding", self.parts.embedding.weight)
+        table = self._materialised("embedding", self.parts.embedding)
         self.embedding = nn.Embedding.from_pretrained(table, freeze=True)
-        self.lm_head_weight = self._materialised("output head", self.parts.head.weight)
+        self.lm_head_weight = self._materialised("output head", self.parts.head)
         self.head = TargetHead.from_config(self.config, self.lm_head_weight, getattr(self.parts.head, "bias", None))
         self.num_layers = len(self.layers)
         self.hidden_size = self.config.hidden_size
@@ -170,10 +174,9 @@ class Target:
 
     def _features_with_images(self, input_ids, images, aux_layer_ids, gradient: bool) -> TargetOutput:
         """Features of rows of one length without padding, by the whole model; its head runs on the last token only."""
-        arguments = self.image_arguments(images)
-        arguments |= (
-            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
-        )
+        arguments: dict[str, Any] = {**self.image_arguments(images)}
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            arguments["logits_to_keep"] = 1
         input_ids = input_ids.to(self.device)
         outputs: list[Tensor] = []
         handle = self.parts.backbone.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
@@ -265,8 +268,11 @@ class Target:
             self._final_checked = True
         return final_hidden
 
-    def _materialised(self, what: str, weight: Tensor) -> Tensor:
-        """The weight, after checking that it lies in memory as floating-point numbers."""
+    def _materialised(self, what: str, module: nn.Module) -> Tensor:
+        """A module's weight, after checking that it lies in memory as floating-point numbers."""
+        weight = module.weight
+        if not isinstance(weight, Tensor):
+            raise TargetError(f"{self.name}: the {what} must have a table as its weight, found {type(weight).__name__}")
         if weight.is_meta or not weight.is_floating_point():
             state = "offloaded to another place" if weight.is_meta else f"stored as {weight.dtype}"
             raise TargetError(

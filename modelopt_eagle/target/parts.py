@@ -51,7 +51,7 @@ def find_parts(model: nn.Module, config) -> TargetParts:
             if embedding and norm:
                 candidates.append((name, owner, list_name, layers, embedding, norm))
     if len(candidates) > 1:  # two alike: the language table is the one that the model itself calls its input embedding
-        own = model.get_input_embeddings()
+        own = _table(model, "input")
         candidates = [c for c in candidates if c[4][1] is own] or candidates
     if len(candidates) != 1:
         found = "none" if not candidates else "several: " + ", ".join(c[0] or "(model)" for c in candidates)
@@ -88,7 +88,7 @@ def _embedding(owner: nn.Module, vocabulary: int, width: int):
         if isinstance(child, nn.Embedding) and child.embedding_dim == width and child.num_embeddings >= vocabulary
     ]
     if len(fitting) > 1:  # position tables may be longer than the vocabulary
-        own = owner.get_input_embeddings() if hasattr(owner, "get_input_embeddings") else None
+        own = _table(owner, "input")
         fitting = [pair for pair in fitting if pair[1] is own]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -111,12 +111,18 @@ def _final_norm(owner: nn.Module, list_name: str, width: int):
     return None
 
 
+def _table(model: nn.Module, side: str) -> nn.Module | None:
+    """What a transformers model itself calls its input or output embeddings; None where it does not say."""
+    getter = getattr(model, f"get_{side}_embeddings", None)
+    return None if getter is None else getter()
+
+
 def _head(model: nn.Module, vocabulary: int, width: int, embedding: nn.Module):
     """The (name, module) of the output head."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    shape = None if getattr(head, "weight", None) is None else tuple(head.weight.shape)
+    head = _table(model, "output")
+    weight = getattr(head, "weight", None)
     names = {id(module): name for name, module in model.named_modules()}
-    if shape is not None and shape[1:] == (width,) and shape[0] >= vocabulary:
+    if weight is not None and tuple(weight.shape[1:]) == (width,) and weight.shape[0] >= vocabulary:
         return names[id(head)], head
     linears = [
         (name, module)
@@ -128,7 +134,7 @@ def _head(model: nn.Module, vocabulary: int, width: int, embedding: nn.Module):
     near = ", ".join(f"{n} {tuple(m.weight.shape)}" for n, m in linears) or "none"
     raise TargetError(
         f"{type(model).__name__}: expected an output head of {vocabulary} x {width}, found "
-        f"{'nothing' if shape is None else shape}; linear layers of that size: {near}. "
+        f"{'nothing' if weight is None else tuple(weight.shape)}; linear layers of that size: {near}. "
         "Use a model class with a language-model head (…ForCausalLM)."
     )
 

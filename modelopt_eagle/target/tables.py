@@ -120,7 +120,6 @@ def load_target_tables(
     embedding = embedding.to(device, kind)
     head_weight = embedding if tied else head_weight.to(device, kind)
     head_bias = None if head_bias is None else head_bias.to(device, kind)
-    local = isinstance(place, Path)
     tokenizer = load_tokenizer(place, revision, trust_remote_code, chat_template)
     return TargetTables(
         embedding,
@@ -128,7 +127,7 @@ def load_target_tables(
         TargetHead.from_config(text_config, head_weight, head_bias),
         text_config,
         tokenizer,
-        identity.local_name(place) if local else str(name),
+        identity.local_name(place) if isinstance(place, Path) else str(name),
         content_revision(place, revision),
         find_end_token_ids(tokenizer, read_generation_config(place, revision), config, text_config),
         vision_of(tokenizer, place, config, revision, trust_remote_code),
@@ -207,7 +206,7 @@ def _read_head(files: CheckpointFiles, parts: TargetParts, prefix: str, embeddin
     return weight, bias
 
 
-def _fits(found: tuple[int, ...], wanted: tuple[int, int]) -> bool:
+def _fits(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether a table has the width wanted and at least the rows."""
     return len(found) == 2 and found[1] == wanted[1] and found[0] >= wanted[0]
 
