@@ -32,7 +32,7 @@ STOREYS = (
 MOST_SINGLE_IMPORTERS = 55
 """Files with one importer; tables of plug-ins (engines, drafters) apart. It only goes down."""
 
-PLUG_INS = ("export.engines.", "draft.eagle3.", "draft.parallel.", "draft.block.", "draft.medusa.")
+PLUG_INS = ("export.engines.", "recipe.sections.", "draft.eagle3.", "draft.parallel.", "draft.block.", "draft.medusa.")
 
 
 def modules() -> dict[str, Path]:

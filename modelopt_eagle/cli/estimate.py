@@ -121,6 +121,7 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     """
     import torch
 
+    from modelopt_eagle.draft.algorithm import find_algorithm
     from modelopt_eagle.features import FeatureContract
     from modelopt_eagle.features.store import bytes_per_token
     from modelopt_eagle.target.load import causal_class, load_config, resolve
@@ -132,7 +133,9 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     with torch.device("meta"):
         target = causal_class(config, model.base_model, model.trust_remote_code).from_config(config)
     target_parameters = sum(p.numel() for p in target.parameters())
-    inner, output_rows, config_of_head = head_parameters(recipe, config)
+    algorithm = find_algorithm(recipe.drafter.algorithm)
+    config_of_head = algorithm.head_config(recipe, config, eagle.draft_vocab_size, eagle.aux_layer_ids)
+    cost, depths = algorithm.cost(config_of_head), algorithm.depths(algorithm.settings(recipe))
     dtype = model.load_arguments()["dtype"]
     dtype = str(getattr(text, "dtype", None) or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype
     contract = FeatureContract("estimate", None, config_of_head.aux_layer_ids, True, dtype, None, None,
@@ -141,9 +144,10 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     epochs = steps / per_epoch
     passes = 1 if recipe.data.cache_features != "none" else epochs
     runs_target = recipe.data.offline_data_path is None and recipe.data.streaming_server_url is None
-    later = (eagle.ttt_steps - 1) * supervised
-    head_flops = 6 * inner * (tokens + later) + (6 * eagle.ttt_steps + 2) * output_rows * supervised
-    total = inner + output_rows
+    later = (depths - 1) * supervised
+    below = cost.every_token * tokens + cost.every_prediction * later
+    head_flops = 6 * below + (6 * depths + 2) * cost.output * supervised
+    total = cost.every_token + cost.output
     return Estimate(
         target_parameters=target_parameters,
         head_parameters=total,
@@ -158,22 +162,6 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
         target_flops=2.0 * target_parameters * tokens * passes if runs_target else 0.0,
         head_flops=float(head_flops * epochs),
     )
-
-
-def head_parameters(recipe, config):
-    """Parameters below the head's output layer, of that layer, and the head's configuration."""
-    import torch
-
-    from modelopt_eagle.draft import DraftConfig, EagleModule
-    from modelopt_eagle.training.head import STRUCTURE
-
-    eagle = recipe.eagle
-    overrides = {name: getattr(eagle, key) for key, name in STRUCTURE.items()}
-    whole = DraftConfig.from_target(config, eagle.draft_vocab_size, eagle.aux_layer_ids, **overrides)
-    with torch.device("meta"):  # one output row: its size is known, and no vocabulary map is needed
-        module = EagleModule(DraftConfig.from_dict({**whole.to_dict(), "draft_vocab_size": 1}))
-    inner = sum(p.numel() for name, p in module.named_parameters() if name != "lm_head.weight")
-    return inner, whole.draft_vocab_size * whole.hidden_size, whole
 
 
 def measure(seconds: float = 0.5) -> float:

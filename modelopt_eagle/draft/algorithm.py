@@ -14,17 +14,19 @@ walk, the generator, validation, export and the estimate ask the record and know
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from modelopt_eagle.draft.base import DraftModule
+from modelopt_eagle.draft.config import DraftConfig, default_aux_layer_ids
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.draft.predictions import BatchView, Predictions
 from modelopt_eagle.draft.trees import RoundTree
+from modelopt_eagle.draft.vocab import DraftVocab
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.kernels.recorder import Recorder
 
@@ -85,16 +87,18 @@ class Layout(Protocol):
         """Whether a folder holds a head of this kind in this layout."""
         ...
 
-    def read(self, config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> DraftModule:
-        """The head of such a folder; ``where`` names it in errors.
+    def read(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], where: str
+    ) -> tuple[DraftConfig, dict[str, Tensor]]:
+        """The head's configuration, and the tensors under the module's names; ``where`` names the folder in errors.
 
         Raises:
-            CheckpointError: keys or tensors that are missing, unknown or of another shape.
+            CheckpointError: keys that are missing or unknown, or that contradict each other.
         """
         ...
 
-    def probe(self, module: Any) -> Tensor:
-        """Draft logits on fixed random features, float32, in which every number of the head takes part."""
+    def serve_lines(self, config: Any, data: dict[str, Any]) -> list[str]:
+        """Markdown for the card: how each of the engines serves such a folder."""
         ...
 
 
@@ -120,7 +124,8 @@ class Algorithm:
     Attributes:
         name: in recipes (``algorithm: eagle3``) and in the head's configuration.
         title: for people.
-        config: the configuration's class, with ``from_dict``, ``to_dict`` and a field ``algorithm``.
+        config: the configuration's class: :class:`~modelopt_eagle.draft.config.DraftConfig` or a subclass, with the
+            drafter's name as the default of its field ``algorithm``.
         module: the head's class, built as ``module(config, vocab)``.
         head_config: ``(recipe, target config, draft vocabulary size or None, aux layer ids or None, **fields)`` to the
             configuration of a new head; ``fields`` are those that say what it was made for.
@@ -133,7 +138,14 @@ class Algorithm:
         drafts: ``(module, view, steps)`` to the predictions and states of every draft of ``steps`` tokens that a
             decoder could ask for within the answers: what the acceptance walk reads.
         drafter: ``(module, target embedding, plan, recorder or None)`` to a :class:`Drafter`.
-        layout: of the exported folder.
+        probe: the head's logits on fixed random features, float32, in which every number of the head takes part; what
+            an exported folder is compared by.
+        structure: key of the recipe's section ``eagle`` to the field of the configuration that it fixes; a head that
+            is continued must agree with those that the recipe gives.
+        from_target: ``(module, loaded target)``: start from the target's own weights (``eagle.init: target``), if the
+            head can.
+        default_layers: number of the target's layers to the ids of those that a head reads by default.
+        layout: of the exported folder; ``None``: the universal checkpoint of EAGLE-3.
         cost: configuration to the cost of training it.
         recipe: the shipped recipe to begin with.
         trees: whether it drafts trees.
@@ -142,7 +154,7 @@ class Algorithm:
 
     name: str
     title: str
-    config: type
+    config: type[DraftConfig]
     module: type[DraftModule]
     head_config: Callable[..., Any]
     settings: Callable[[Any], Any]
@@ -153,6 +165,10 @@ class Algorithm:
     drafter: Callable[[Any, nn.Module, DraftPlan, Recorder | None], Drafter]
     cost: Callable[[Any], Cost]
     recipe: str
+    probe: Callable[[Any], Tensor]
+    structure: Mapping[str, str] = field(default_factory=dict)
+    from_target: Callable[[Any, Any], None] | None = None
+    default_layers: Callable[[int], tuple[int, ...]] = default_aux_layer_ids
     layout: Layout | None = None
     trees: bool = True
     shares_context: bool = True
@@ -185,6 +201,23 @@ def find_algorithm(name: str) -> Algorithm:
     return _REGISTERED[name]
 
 
-def algorithm_of(config: Any) -> Algorithm:
+def algorithm_of(config: DraftConfig) -> Algorithm:
     """The drafter that a head's configuration belongs to."""
     return find_algorithm(config.algorithm)
+
+
+def config_from_dict(data: dict[str, Any]) -> DraftConfig:
+    """A head's configuration from plain data, of whatever drafter; without a word on it, EAGLE-3.
+
+    Raises:
+        RecipeError: a drafter that is not known here.
+        CheckpointError: see :meth:`~modelopt_eagle.draft.config.DraftConfig.from_dict`.
+    """
+    return find_algorithm(data.get("algorithm", "eagle3")).config.from_dict(data)
+
+
+def random_module(config: DraftConfig, vocab: DraftVocab, seed: int) -> DraftModule:
+    """A head drawn from the seed; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return algorithm_of(config).module(config, vocab)

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.engines.profile import Order
 from modelopt_eagle.export.engines.versions import needed_version
@@ -53,6 +54,8 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
 
 def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
     """Serving commands of every engine, with the target's name and this folder's settings in place."""
+    if (layout := algorithm_of(config).layout) is not None:
+        return layout.serve_lines(config, data)
     adapted, quantised = "target_adapter" in config.extra, "quantization_config" in data
     target = "MERGED_TARGET" if adapted else config.target_name or "TARGET"
     lines = adapter_lines(config) if adapted else []
@@ -116,7 +119,7 @@ def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, A
     engine_notes = [f"* {note}" for note in notes]
     parts = [
         "---",
-        "tags: [eagle3, speculative-decoding]",
+        f"tags: [{config.algorithm}, speculative-decoding]",
         *([f"license: {known}"] if known and re.fullmatch(r"[a-z0-9][a-z0-9.-]*", known) else []),
         *([f"base_model: {config.target_name}"] if config.target_name and "/" in config.target_name else []),
         "---",

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import Algorithm, algorithm_of, config_from_dict, find_algorithm, known_algorithms
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config
@@ -29,7 +31,7 @@ class LoadedHead:
         left_out: tensors in the files that are not of the head.
     """
 
-    module: EagleModule
+    module: DraftModule
     layout: str
     folder: Path
     left_out: list[str]
@@ -75,7 +77,7 @@ def read_config(
     if options.layout is not None and options.layout not in LAYOUTS:
         raise CheckpointError(f"layout {options.layout!r} is unknown; known are {', '.join(LAYOUTS)}")
     if options.layout in (None, "training") and (folder / "draft_config.json").is_file():
-        return DraftConfig.from_dict(read_json(folder / "draft_config.json")), "training", None
+        return config_from_dict(read_json(folder / "draft_config.json")), "training", None
     data = read_json(folder / "config.json")
     layout = options.layout or detect_layout(data, tensors, where)
     layer = data.get("transformer_layer_config") if isinstance(data.get("transformer_layer_config"), dict) else {}
@@ -90,15 +92,24 @@ def read_config(
     return foreign_config(data, renamed, layout, options, where, strict), layout, named
 
 
-def eagle3_module(
+def own_layout(folder: Path, tensors: dict[str, Tensor], options: ReadOptions) -> Algorithm | None:
+    """The drafter whose own layout a folder has; ``None``: a checkpoint of training, or a folder of EAGLE-3 heads."""
+    if options.layout is not None or not (folder / "config.json").is_file():
+        return None
+    data = read_json(folder / "config.json")
+    found = (find_algorithm(name) for name in known_algorithms())
+    return next((own for own in found if own.layout is not None and own.layout.recognises(data, tensors)), None)
+
+
+def head_module(
     config: DraftConfig,
     tensors: dict[str, Tensor],
     where: str,
     *,
     dtype: torch.dtype | None = None,
     convention: str | None = None,
-) -> EagleModule:
-    """The EAGLE-3 head of a config and its tensors, every name, shape, number and the map checked.
+) -> DraftModule:
+    """The head of a config and its tensors, every name, shape, number and the map checked.
 
     Args:
         tensors: under the module's names, see :func:`~modelopt_eagle.export.tensors.module_tensors`.
@@ -114,7 +125,7 @@ def eagle3_module(
     """
     vocab = vocab_of(tensors, config.draft_vocab_size, config.vocab_size, where, convention)
     with torch.random.fork_rng(devices=[]):  # the initial numbers are overwritten; leave the caller's stream alone
-        module = EagleModule(config, vocab)
+        module = algorithm_of(config).module(config, vocab)
     check_names(tensors, config, module, where)
     state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     if dtype is not None:
@@ -163,8 +174,14 @@ def read_head(
                 "check_serving.py"
             )
         stored, packed = unpacked(stored, where)
-    config, layout, named = read_config(folder, stored, options, strict)
-    tensors, left_out = module_tensors(stored)
+    own = own_layout(folder, stored, options)
+    if own is None:
+        config, layout, named = read_config(folder, stored, options, strict)
+        tensors, left_out = module_tensors(stored)
+    else:
+        data = read_json(folder / "config.json")
+        (config, tensors), layout, named = own.layout.read(data, stored, where), own.name, data.get("torch_dtype")
+        left_out = []
     if vocab_size is not None and config.vocab_size != vocab_size:
         raise CheckpointError(
             f"{where} is a head for a vocabulary of {config.vocab_size} tokens, the target has {vocab_size}"
@@ -177,7 +194,7 @@ def read_head(
         )
     dtype = parse_dtype(dtype)
     stored_dtype = dtype or (check_dtype(tensors, named, where) if strict else None)
-    module = eagle3_module(config, tensors, where, dtype=stored_dtype, convention=options.d2t_convention)
+    module = head_module(config, tensors, where, dtype=stored_dtype, convention=options.d2t_convention)
     return LoadedHead(with_packed(module, packed) if packed else module, layout, folder, left_out)
 
 
@@ -190,8 +207,8 @@ def load_draft(
     dtype: str | torch.dtype | None = None,
     options: ReadOptions | None = None,
     quantised: bool = False,
-) -> EagleModule:
-    """The head in a folder, as an :class:`EagleModule` with its :class:`DraftConfig` under ``.config``.
+) -> DraftModule:
+    """The head in a folder, for EAGLE-3 an :class:`EagleModule`, with its :class:`DraftConfig` under ``.config``.
 
     Arguments and errors as :func:`read_head`.
     """

@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import Layout, algorithm_of
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
 from modelopt_eagle.export.compare import compare, rebuilt
@@ -72,7 +74,7 @@ def write_folder(
 
 
 def export_checkpoint(
-    module: EagleModule,
+    module: DraftModule,
     config: DraftConfig | None,
     path: str | Path,
     *,
@@ -106,6 +108,12 @@ def export_checkpoint(
         ExportError: the folder exists, the head does not fit the target, or reads back differently.
         CheckpointError: the vocabulary map is unset or broken.
     """
+    layout = algorithm_of(config or module.config).layout
+    if layout is not None:
+        return export_own_layout(
+            module, config or module.config, path, layout, target=target, dtype=dtype, overwrite=overwrite,
+            report=report, for_engines=for_engines, rope_scaling=rope_scaling, adapter=adapter,
+        )  # fmt: skip
     if layer_names not in LAYER_NAMES:
         raise ExportError(f"layer_names is {layer_names!r}; use {' or '.join(LAYER_NAMES)}")
     unsure = target_notes(config or module.config, target)
@@ -129,3 +137,37 @@ def export_checkpoint(
         difference = compare(load_draft(folder), exported, dtype)
         size = (folder / "model.safetensors").stat().st_size
     return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference, notes, needs)
+
+
+def export_own_layout(
+    module: DraftModule,
+    config: DraftConfig,
+    path: str | Path,
+    layout: Layout,
+    *,
+    target: Any = None,
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+    report: dict[str, Any] | None = None,
+    for_engines: dict[str, str] | None = None,
+    rope_scaling: dict[str, Any] | None = None,
+    adapter: str | Path | None = None,
+) -> ExportReport:
+    """Write a head whose drafter has a layout of its own; arguments and errors as for :func:`export_checkpoint`."""
+    if strangers := sorted(set(for_engines or {}) - set(layout.engines)):
+        raise ExportError(
+            f"{', '.join(strangers)} serves no {algorithm_of(config).title} heads; engines that do: "
+            f"{', '.join(layout.engines) or 'none'}"
+        )
+    notes = target_notes(config, target)
+    config = with_target(config, target)
+    config, more = with_rope_scaling(config, rope_scaling)
+    dtype = parse_dtype(dtype) or module.dtype
+    exported = rebuilt(module, config)
+    tensors, data = layout.write(exported, dtype)
+    card = model_card(config, data, report=report or {}, notes=notes + more)
+    with whole_folder(path, overwrite) as folder:
+        write_folder(folder, tensors, {"config.json": data, "README.md": card}, adapter)
+        difference = compare(load_draft(folder), exported, dtype)
+        size = (folder / "model.safetensors").stat().st_size
+    return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference, notes + more)

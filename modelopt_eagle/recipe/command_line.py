@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterable
 
-from modelopt_eagle.recipe.loader import load_recipe
+from modelopt_eagle.recipe.loader import SHORT, load_recipe
 from modelopt_eagle.recipe.recipe import Recipe
 
 
@@ -104,4 +104,5 @@ def _overridden(args: argparse.Namespace, name: str) -> bool:
 def _is_override(text: str) -> bool:
     """Whether a word names a section's key rather than a file."""
     name, equals, _ = text.partition("=")
-    return bool(equals) and name.partition(".")[0] in Recipe.sections() and "/" not in name
+    known = name in SHORT or name.partition(".")[0] in Recipe.sections()
+    return bool(equals) and known and "/" not in name

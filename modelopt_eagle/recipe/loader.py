@@ -17,6 +17,8 @@ from modelopt_eagle.recipe.sections.base import accepted_types
 from modelopt_eagle.recipe.yaml_file import parse_value, read_yaml
 
 OVERRIDE = "override"
+SHORT = {"algorithm": ("drafter", "algorithm")}
+"""Names at the top of a recipe that stand for a key of a section."""
 GIVEN = "given in Python"
 
 
@@ -80,7 +82,7 @@ def replaced(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
         RecipeError: the values do not fit together.
     """
     content = recipe.model_dump()
-    if content["training"]["output_dir"] == default_output_dir(recipe.model.base_model):
+    if content["training"]["output_dir"] == default_output_dir(recipe.model.base_model, recipe.drafter.algorithm):
         content["training"]["output_dir"] = None
     for name, value in changes.items():
         section, key = name.split(".")
@@ -123,17 +125,23 @@ def _with_sections(content: dict[str, Any], places: dict[str, str]) -> dict[str,
     result: dict[str, dict[str, Any]] = {}
     for section, body in content.items():
         where = places.get(str(section), "recipe")
+        if section in SHORT:
+            owner, key = SHORT[section]
+            result.setdefault(owner, {})[key] = body
+            places.setdefault(f"{owner}.{key}", where)
+            continue
         if section not in Recipe.sections():
             raise RecipeError(f"{where}: {unknown_section(str(section))}")
         if body is not None and not isinstance(body, dict):
             raise RecipeError(f"{where}: expected keys below section {section!r}, found {body!r}")
-        result[section] = {str(key): copy.deepcopy(value) for key, value in (body or {}).items()}
+        result.setdefault(section, {}).update({str(key): copy.deepcopy(value) for key, value in (body or {}).items()})
     return result
 
 
 def _apply_override(content: dict[str, dict[str, Any]], text: str) -> str:
     """Write one override into the mapping; returns its ``section.key``."""
     name, equals, raw = text.partition("=")
+    name = ".".join(SHORT.get(name.strip(), (name,)))
     section, dot, rest = name.strip().partition(".")
     key, *below = rest.split(".")
     if not equals or not dot or not key or not all(below):

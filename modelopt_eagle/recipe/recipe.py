@@ -1,4 +1,4 @@
-"""The typed recipe: every option of a run in seven sections, and what of them goes together.
+"""The typed recipe: every option of a run in sections, and what of them goes together.
 
 ``docs/recipes.md`` is generated from the sections, the loader types files and overrides with them, and unknown keys are
 refused. An option stands in a section only because something reads it. A new section, such as that of a further
@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.sections import (
     DataSection,
+    DrafterSection,
     EagleSection,
     ExportSection,
     ModelSection,
@@ -25,15 +26,16 @@ from modelopt_eagle.recipe.sections import (
 )
 
 
-def default_output_dir(base_model: str) -> str:
+def default_output_dir(base_model: str, algorithm: str) -> str:
     """The output folder of a run that names none."""
     name = re.sub(r"[^\w.-]+", "-", Path(base_model).name) or "target"
-    return f"ckpts/{name}-eagle3"
+    return f"ckpts/{name}-{algorithm}"
 
 
 class Recipe(Section):
     """A whole run. ``origin`` says of each ``section.key`` where its value comes from."""
 
+    drafter: DrafterSection = Field(default_factory=DrafterSection)
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
@@ -51,7 +53,7 @@ class Recipe(Section):
         self._check_shared_batches()
         self._check_drafted_tokens()
         if self.training.output_dir is None:
-            self.training.output_dir = default_output_dir(self.model.base_model)
+            self.training.output_dir = default_output_dir(self.model.base_model, self.drafter.algorithm)
         return self
 
     def _check_starting_point(self) -> None:
@@ -132,7 +134,8 @@ class Recipe(Section):
         """Where the head is exported to: ``export.path``, or ``export`` in the output folder."""
         if self.export.path is not None:
             return Path(self.export.path)
-        return Path(self.training.output_dir or default_output_dir(self.model.base_model)) / "export"
+        folder = self.training.output_dir or default_output_dir(self.model.base_model, self.drafter.algorithm)
+        return Path(folder) / "export"
 
     @classmethod
     def keys(cls) -> list[tuple[str, str]]:

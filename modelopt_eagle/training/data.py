@@ -19,7 +19,7 @@ from modelopt_eagle.features.foreign.reader import RECIPE_KEYS, ForeignReader, o
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
-from modelopt_eagle.training.evaluate import EvaluationFiles
+from modelopt_eagle.training.acceptance import EvaluationFiles
 
 CACHE_SHARD_BYTES = 32 * 2**20
 """Shards of ``cache_features: disk``; killing the feature stage loses at most one."""

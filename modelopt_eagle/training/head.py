@@ -7,33 +7,19 @@ import dataclasses
 import torch
 
 from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_ids
-from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm, random_module
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import RunningTarget, TableTarget, TargetIdentity
 from modelopt_eagle.training.data import RunData
-from modelopt_eagle.training.initialise import random_module, start_from_target
 from modelopt_eagle.training.teacher_mass import teacher_mass
-
-STRUCTURE = {
-    "decoder_type": "decoder_type",
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "attention_bias": "attention_bias",
-    "norm_before_residual": "norm_before_residual",
-    "norm_before_fc": "norm_before_fc",
-    "fc_norm": "fc_norm",
-    "norm_output": "norm_output",
-}
-"""Recipe key in ``eagle`` → field of :class:`DraftConfig`."""
 
 
 def new_head(
     recipe: Recipe, tables: TableTarget, data: RunData, aux_layer_ids, target: RunningTarget | None
-) -> tuple[EagleModule, str]:
+) -> tuple[DraftModule, str]:
     """A head for a target, with its vocabulary and starting weights, and a line about its vocabulary.
 
     Args:
@@ -55,14 +41,17 @@ def new_head(
                 "eagle.init: target copies the target's last layer, and offline training reads only its tables: set "
                 "eagle.init: random"
             )
-        start_from_target(module, target)
+        start = algorithm_of(config).from_target
+        if start is not None:  # check_drafter has refused drafters without
+            start(module, target)
     return module, line
 
 
 def head_config(recipe: Recipe, tables: TableTarget, size: int | None, aux_layer_ids) -> DraftConfig:
     """The config of a new head with a vocabulary of ``size`` tokens (``None``: the target's)."""
     identity = tables.identity()
-    return DraftConfig.from_target(
+    return find_algorithm(recipe.drafter.algorithm).head_config(
+        recipe,
         tables.config,
         size,
         aux_layer_ids,
@@ -70,7 +59,6 @@ def head_config(recipe: Recipe, tables: TableTarget, size: int | None, aux_layer
         target_name=identity.model,
         tokenizer_hash=identity.tokenizer_hash,
         extra={"template_hash": identity.template_hash},
-        **{name: getattr(recipe.eagle, key) for key, name in STRUCTURE.items()},
     )
 
 
@@ -80,7 +68,7 @@ def check_head(recipe: Recipe, tables: TableTarget, aux_layer_ids) -> None:
     head_config(recipe, tables, recipe.eagle.draft_vocab_size if vocab is None else vocab.size, aux_layer_ids)
 
 
-def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Tensor | None = None) -> EagleModule:
+def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Tensor | None = None) -> DraftModule:
     """The head at ``model.draft_init``, of whatever tool; its sizes, layers and vocabulary map are kept.
 
     With ``model.draft_init_vocab: rebuild`` the map is replaced later, by :func:`rebuild_vocabulary`.
@@ -118,8 +106,10 @@ def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Te
             f"{identity.hidden_size}: it is a head for another target"
         )
     eagle, origin = recipe.eagle, recipe.origin
-    wanted = {"aux_layer_ids": "aux_layer_ids", **STRUCTURE}
-    differing = []
+    differing, asked = [], recipe.drafter.algorithm
+    if asked != module.config.algorithm:
+        differing.append(f"algorithm is {asked}, the head is of {module.config.algorithm}")
+    wanted = {"aux_layer_ids": "aux_layer_ids", **algorithm_of(module.config).structure}
     for key, name in wanted.items():
         asked, found = getattr(eagle, key), getattr(module.config, name)
         if origin[f"eagle.{key}"] == "default" or asked is None:
@@ -155,7 +145,7 @@ def another_vocabulary(recipe: Recipe, size: int) -> list[str]:
     return found
 
 
-def rebuild_vocabulary(recipe: Recipe, head: EagleModule, tables, data: RunData) -> tuple[EagleModule, str]:
+def rebuild_vocabulary(recipe: Recipe, head: DraftModule, tables, data: RunData) -> tuple[DraftModule, str]:
     """A continued head with a vocabulary chosen as for a new one, and a line about it.
 
     Args:
@@ -172,7 +162,7 @@ def rebuild_vocabulary(recipe: Recipe, head: EagleModule, tables, data: RunData)
 
 
 @torch.no_grad()
-def with_vocabulary(head: EagleModule, vocab: DraftVocab) -> tuple[EagleModule, int]:
+def with_vocabulary(head: DraftModule, vocab: DraftVocab) -> tuple[DraftModule, int]:
     """The head under another map: a token that both maps hold keeps its row of ``lm_head``, under its new draft id.
 
     A token that is new starts with the mean of the old rows, so with a logit in the middle of the others.
@@ -186,7 +176,7 @@ def with_vocabulary(head: EagleModule, vocab: DraftVocab) -> tuple[EagleModule, 
     rows = torch.where(kept[:, None], weight[before.clamp(min=0)], weight.mean(0, keepdim=True))  # [Vd,H]
     config = dataclasses.replace(head.config, draft_vocab_size=vocab.size)
     with torch.random.fork_rng(devices=[]):  # the initial numbers are thrown away
-        moved = EagleModule(config, vocab)
+        moved = type(head)(config, vocab)
     state = {**head.state_dict(), "lm_head.weight": rows, "d2t": vocab.d2t.cpu(), "t2d": vocab.t2d.cpu()}
     moved.load_state_dict(state, assign=True)
     return moved, int(kept.sum())

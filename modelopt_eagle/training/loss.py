@@ -39,7 +39,7 @@ class LossOutput:
         asked_counts: ``[K]`` int64 counted positions together with those that were dropped because their token lies
             outside the draft vocabulary; what an honest accuracy divides by.
         preservation: scalar, detached: how far the adapted target is from the unadapted one, see
-            :mod:`modelopt_eagle.training.lora`; ``None`` for a target without adapters.
+            :mod:`modelopt_eagle.training.states`; ``None`` for a target without adapters.
     """
 
     loss: Tensor

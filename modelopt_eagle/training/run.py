@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from modelopt_eagle.common.package import require_extra
-from modelopt_eagle.draft import EagleModule, check_aux_layer_ids, default_aux_layer_ids
-from modelopt_eagle.draft.algorithm import algorithm_of
+from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids
+from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import RecipeError, TrainingError
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
@@ -23,9 +24,8 @@ from modelopt_eagle.training.checkpoint import RECIPE, STATE, CheckpointFolder
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
 from modelopt_eagle.training.data import from_store, from_target
 from modelopt_eagle.training.head import check_head, continued_head, new_head, rebuild_vocabulary
-from modelopt_eagle.training.lora import check_adapters, make_adapter
 from modelopt_eagle.training.own_share import own_share, own_share_line
-from modelopt_eagle.training.states import AdaptedStates
+from modelopt_eagle.training.states import AdaptedStates, check_adapters, make_adapter
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 from modelopt_eagle.training.streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
 
@@ -125,6 +125,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         EagleError: whatever is wrong with recipe, target, data or features.
     """
     check_processes(recipe.training.context_parallel, accelerator.num_processes)
+    check_drafter(recipe)
     offline = not runs_target(recipe)
     arguments = recipe.model.load_arguments()
     if offline:
@@ -190,11 +191,29 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
     return Run(step, data.train, data.held_out, provenance, header, adapter)
 
 
-def layer_ids(recipe: Recipe, config, head: EagleModule | None = None) -> tuple[int, ...]:
+def check_drafter(recipe: Recipe) -> None:
+    """Refuse what the recipe's drafter cannot do, before anything is loaded.
+
+    Raises:
+        RecipeError: an unknown drafter; a tree, a shared batch or a start from the target that it does not have.
+    """
+    algorithm = find_algorithm(recipe.drafter.algorithm)
+    cannot = {
+        "validation.mode: tree": recipe.validation.mode == "tree" and not algorithm.trees,
+        "training.context_parallel above 1": recipe.training.context_parallel > 1 and not algorithm.shares_context,
+        "eagle.init: target": recipe.eagle.init == "target" and algorithm.from_target is None,
+    }
+    if asked := [name for name, refused in cannot.items() if refused]:
+        raise RecipeError(f"algorithm {algorithm.name} has no {', no '.join(asked)}: leave it at the default")
+
+
+def layer_ids(recipe: Recipe, config, head: DraftModule | None = None) -> tuple[int, ...]:
     """The auxiliary layers of a continued head or of a recipe, checked against the target's."""
     wanted = recipe.eagle.aux_layer_ids if head is None else head.config.aux_layer_ids
     layers = config.num_hidden_layers
-    return default_aux_layer_ids(layers) if wanted is None else check_aux_layer_ids(wanted, layers)
+    if wanted is None:
+        return find_algorithm(recipe.drafter.algorithm).default_layers(layers)
+    return check_aux_layer_ids(wanted, layers)
 
 
 def parity_sample(target, length: int = 32) -> torch.Tensor:
@@ -203,22 +222,12 @@ def parity_sample(target, length: int = 32) -> torch.Tensor:
     return torch.randint(0, target.vocab_size, (1, length), generator=generator)
 
 
-def architecture_line(config) -> str:
-    """The resolved architecture of a head: its sizes, and every flag that is on."""
-    flags = ("attention_bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-             "own_embedding")  # fmt: skip
-    scaling = "" if config.rope_scaling is None else f" ({config.rope_scaling.get('rope_type')})"
-    parts = [
-        f"{config.num_hidden_layers} {config.decoder_type} layers of {config.hidden_size}",
-        f"{config.num_attention_heads} heads ({config.num_key_value_heads} of keys and values) of {config.head_dim}",
-        f"feed-forward {config.intermediate_size}",
-        f"rotary base {config.rope_theta:g}{scaling}",
-        f"flags {', '.join(name for name in flags if getattr(config, name)) or 'none'}",
-    ]
-    return "head: " + ", ".join(parts)
+def architecture_line(config: DraftConfig) -> str:
+    """The resolved architecture of a head, see :meth:`~modelopt_eagle.draft.config.DraftConfig.describe`."""
+    return "head: " + config.describe()
 
 
-def head_lines(head: EagleModule, frozen: int, adapter: TargetAdapter | None = None) -> list[str]:
+def head_lines(head: DraftModule, frozen: int, adapter: TargetAdapter | None = None) -> list[str]:
     """What is trained and how much memory it takes.
 
     Args:

@@ -17,14 +17,12 @@ from modelopt_eagle.common.console import clock
 from modelopt_eagle.data import plan_batches
 from modelopt_eagle.errors import CheckpointError, TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
+from modelopt_eagle.training.acceptance import evaluate_files
 from modelopt_eagle.training.checkpoint import CheckpointFolder, set_rng_state
-from modelopt_eagle.training.evaluate import evaluate_files
-from modelopt_eagle.training.interrupt import StopRequest
 from modelopt_eagle.training.metrics import Meter
-from modelopt_eagle.training.optimizer import build_optimizers, set_learning_rate
-from modelopt_eagle.training.progress import MetricLog, ProgressView, progress_text
+from modelopt_eagle.training.optimizer import Schedule, build_optimizers, set_learning_rate
+from modelopt_eagle.training.progress import MetricLog, ProgressView, StopRequest, progress_text
 from modelopt_eagle.training.run import Run
-from modelopt_eagle.training.schedule import Schedule
 from modelopt_eagle.training.step import compile_layers
 
 

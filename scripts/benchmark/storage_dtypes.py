@@ -29,8 +29,8 @@ from modelopt_eagle.features.store import STORAGE_DTYPES, StoreReader, StoreWrit
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target_tables
 from modelopt_eagle.training import train
+from modelopt_eagle.training.acceptance import evaluate
 from modelopt_eagle.training.data import Rows
-from modelopt_eagle.training.evaluate import evaluate
 from modelopt_eagle.training.run import make_accelerator
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 

@@ -28,13 +28,13 @@ import torch
 
 from modelopt_eagle.data import prepare_dataset
 from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
 from modelopt_eagle.features import FeatureBatch, FeatureContract, predicting_positions
 from modelopt_eagle.features.compute import teacher_predictions
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.training.head import random_module
 from modelopt_eagle.training.optimizer import build_optimizers
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 

@@ -15,7 +15,7 @@ from .foreign import TOOLS, foreign
 @pytest.fixture(scope="module")
 def own_head(tiny_target):
     """A head that drafts what the target's last layer would, so that some of it is accepted."""
-    from modelopt_eagle.training.initialise import start_from_target
+    from modelopt_eagle.draft.eagle3.initialise import start_from_target
 
     config = DraftConfig.from_target(tiny_target.config, 200)
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelopt_eagle.cli.main import run_command
+from modelopt_eagle.draft.eagle3.probe import probe
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import (
     ReadOptions,
@@ -16,7 +17,6 @@ from modelopt_eagle.export import (
     load_draft,
     read_head,
 )
-from modelopt_eagle.export.compare import probe
 from modelopt_eagle.export.fitting import with_own_embedding
 
 from .conftest import LATENT, build_head, stand_in_tables

@@ -11,11 +11,11 @@ from transformers import AutoConfig
 from modelopt_eagle.cli import train_and_export
 from modelopt_eagle.common import folders as folders_module
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.eagle3.probe import probe
 from modelopt_eagle.draft.rotary import KEYS, check_scaling, inverse_frequencies
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint, load_draft, read_head
 from modelopt_eagle.export import write as writer_module
-from modelopt_eagle.export.compare import probe
 from modelopt_eagle.recipe import load_recipe
 
 from .conftest import LATENT, build_head

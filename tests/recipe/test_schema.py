@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 import modelopt_eagle
+from modelopt_eagle.draft.eagle3.algorithm import STRUCTURE
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_recipe
 from modelopt_eagle.recipe.bounds import default_tree_nodes, tree_node_bounds
-from modelopt_eagle.training.head import STRUCTURE
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,7 @@ def test_target_arguments_are_those_of_load_target():
 def test_every_key_is_read_outside_the_schema():
     """No option that nothing reads: each key stands behind a name of its section somewhere in the package."""
     holders = {
+        "drafter": {"drafter"},
         "model": {"model"},
         "data": {"data"},
         "training": {"training", "settings"},

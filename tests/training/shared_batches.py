@@ -13,13 +13,13 @@ import torch.distributed as dist  # noqa: E402
 
 from modelopt_eagle.data import TokenizedRow  # noqa: E402
 from modelopt_eagle.draft import DraftConfig, DraftVocab  # noqa: E402
+from modelopt_eagle.draft.algorithm import random_module  # noqa: E402
 from modelopt_eagle.features import OnlineSource  # noqa: E402
 from modelopt_eagle.features.unadapted import UnadaptedSource  # noqa: E402
 from modelopt_eagle.recipe import load_recipe  # noqa: E402
 from modelopt_eagle.target.lora import TargetAdapter  # noqa: E402
 from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
 from modelopt_eagle.training.context import ByPosition, ContextGroup, SharedAxis  # noqa: E402
-from modelopt_eagle.training.head import random_module  # noqa: E402
 from modelopt_eagle.training.states import AdaptedStates  # noqa: E402
 from modelopt_eagle.training.step import TeacherTables, TrainingStep  # noqa: E402
 

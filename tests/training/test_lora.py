@@ -8,6 +8,7 @@ from torch import nn
 
 from modelopt_eagle.data import TokenizedRow
 from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
 from modelopt_eagle.draft.conventions import CONVENTIONS
 from modelopt_eagle.draft.eagle3.rollout import rollout
 from modelopt_eagle.errors import MissingExtraError, RecipeError, TargetError
@@ -20,7 +21,6 @@ from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import loss as loss_module
 from modelopt_eagle.training import preservation
 from modelopt_eagle.training.distillation import counted_masks, distillation_loss
-from modelopt_eagle.training.head import random_module
 from modelopt_eagle.training.preservation import preservation_kl
 from modelopt_eagle.training.states import AdaptedStates
 from modelopt_eagle.training.step import TeacherTables, TrainingStep

@@ -13,8 +13,8 @@ from modelopt_eagle.features import OnlineSource
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.lora import merge_adapter
 from modelopt_eagle.training import train
+from modelopt_eagle.training.acceptance import evaluate
 from modelopt_eagle.training.data import read_data
-from modelopt_eagle.training.evaluate import evaluate
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 from modelopt_eagle.training.trainer import Trainer
 

@@ -10,7 +10,7 @@ from modelopt_eagle.data import TokenizedRow
 from modelopt_eagle.draft.attention import QueryPlan, column_attention
 from modelopt_eagle.errors import TrainingError
 from modelopt_eagle.features import OnlineSource
-from modelopt_eagle.training.evaluate import evaluate
+from modelopt_eagle.training.acceptance import evaluate
 from modelopt_eagle.training.trainer import Trainer
 
 from .test_step import make_step

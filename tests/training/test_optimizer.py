@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
 from modelopt_eagle.recipe import load_recipe
-from modelopt_eagle.training.head import random_module
 from modelopt_eagle.training.optimizer import Muon, build_optimizers, is_inner_matrix, orthogonalise, set_learning_rate
 
 

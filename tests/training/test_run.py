@@ -8,13 +8,13 @@ from safetensors.torch import load_file
 
 from modelopt_eagle.data import prepare_dataset
 from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
+from modelopt_eagle.draft.eagle3.initialise import norm_weight, start_from_target
 from modelopt_eagle.errors import CheckpointError, DataError, FeatureError, RecipeError, TrainingError
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.data import held_out_rows
-from modelopt_eagle.training.head import random_module
-from modelopt_eagle.training.initialise import norm_weight, start_from_target
 from modelopt_eagle.training.trainer import Trainer
 
 from .runs import interrupt_at, small_recipe, write_conversations
@@ -168,8 +168,8 @@ def test_vocabulary_map_from_disk(tiny_target_dir, tiny_target, data, tmp_path):
 
 def test_start_from_target_is_the_targets_last_layer(tiny_target, monkeypatch):
     """Without the small random parts the untrained head gives what the last layer makes of the captured state."""
-    monkeypatch.setattr("modelopt_eagle.training.initialise.SMALL", 0.0)
-    monkeypatch.setattr("modelopt_eagle.training.initialise.SOFT", 1.0)
+    monkeypatch.setattr("modelopt_eagle.draft.eagle3.initialise.SMALL", 0.0)
+    monkeypatch.setattr("modelopt_eagle.draft.eagle3.initialise.SOFT", 1.0)
     config = DraftConfig.from_target(tiny_target.config, 256, (1, 3, 6))  # layer 6 feeds the last layer, 7
     module = random_module(config, DraftVocab.identity(256), seed=0)
     start_from_target(module, tiny_target)

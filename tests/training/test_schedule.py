@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelopt_eagle.training.schedule import Schedule
+from modelopt_eagle.training.optimizer import Schedule
 
 
 def factors(schedule, elapsed=lambda step: 0.0):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
 from modelopt_eagle.features import FeatureContract, collate
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target.head import TargetHead
-from modelopt_eagle.training.head import random_module
 from modelopt_eagle.training.step import TeacherTables, TrainingStep, compile_layers, head_transform
 
 

@@ -174,7 +174,7 @@ def test_changed_data_is_refused(tiny_target_dir, tmp_path, monkeypatch):
 
 def test_best_checkpoint_is_by_acceptance_length(tiny_target_dir, data, tmp_path, monkeypatch):
     lengths = iter([1.2, 1.7, 1.5, 1.4])
-    from modelopt_eagle.training import evaluate
+    from modelopt_eagle.training import acceptance as evaluate
     from modelopt_eagle.training.acceptance import WalkResult
 
     real = evaluate.evaluate

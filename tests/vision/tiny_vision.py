@@ -6,9 +6,9 @@ import torch
 import transformers
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target.tiny import SPECIAL_TOKENS, make_byte_tokenizer
-from modelopt_eagle.training.initialise import random_module
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 
 PAD, IMAGE, VIDEO, BEGIN, END = "<pic>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"

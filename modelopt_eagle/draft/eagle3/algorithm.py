@@ -11,6 +11,8 @@ from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter
 from modelopt_eagle.draft.config import DraftConfig
 from modelopt_eagle.draft.eagle3.draft_loop import EagerDrafter
 from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.eagle3.initialise import start_from_target
+from modelopt_eagle.draft.eagle3.probe import probe
 from modelopt_eagle.draft.eagle3.rollout import plan_rollout, rollout_drafts, rollout_states
 from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
@@ -78,4 +80,7 @@ ALGORITHM = Algorithm(
     drafter=make_drafter,
     cost=training_cost,
     recipe="eagle3",
+    probe=probe,
+    structure=STRUCTURE,
+    from_target=start_from_target,
 )

@@ -2,6 +2,7 @@
 
 from modelopt_eagle.recipe.sections.base import Section
 from modelopt_eagle.recipe.sections.data import DataSection
+from modelopt_eagle.recipe.sections.drafter import DrafterSection
 from modelopt_eagle.recipe.sections.eagle import EagleSection
 from modelopt_eagle.recipe.sections.export import ExportSection
 from modelopt_eagle.recipe.sections.model import ModelSection
@@ -11,6 +12,7 @@ from modelopt_eagle.recipe.sections.validation import ValidationSection
 
 __all__ = [
     "DataSection",
+    "DrafterSection",
     "EagleSection",
     "ExportSection",
     "ModelSection",

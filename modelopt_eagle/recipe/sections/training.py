@@ -14,7 +14,8 @@ class TrainingSection(Section):
     """The optimisation: length, schedule, saving and logging."""
 
     output_dir: str | None = Field(
-        None, description="Folder of checkpoints, report, export and `recipe.yaml`; null: `ckpts/<base_model>-eagle3`."
+        None,
+        description="Folder of checkpoints, report, export and `recipe.yaml`; null: `ckpts/<base_model>-<algorithm>`.",
     )
     epochs: Positive = Field(1, description="Passes over the data; `max_steps` or the time budget may end them sooner.")
     max_steps: Positive | None = Field(None, description="Stop after so many optimiser steps.")

@@ -1,6 +1,6 @@
-"""Starting weights: random from the seed, or the target's own last layer, final norm and head rows.
+"""Starting weights taken from the target: its last layer, final norm and head rows.
 
-With ``target`` the untrained head does roughly what the target's last layer would: ``fc`` passes the last captured
+The untrained head does roughly what the target's last layer would: ``fc`` passes the last captured
 layer through, the halves of q, k and v that read the state are the last layer's own, and norm and head rows are the
 target's. That head would name the token already known with great confidence, so the other weights (``fc`` of the other
 layers, the embedding halves) start random but small, and the final norm starts small: the first logits are soft.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.draft.decoders import DECODERS
+from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.errors import RecipeError
 
 SMALL = 0.3
@@ -20,13 +20,6 @@ SMALL = 0.3
 
 SOFT = 0.3
 """Factor on the final norm, so on the first logits."""
-
-
-def random_module(config: DraftConfig, vocab: DraftVocab, seed: int) -> EagleModule:
-    """A head drawn from the seed; the global random state is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return EagleModule(config, vocab)
 
 
 @torch.no_grad()
