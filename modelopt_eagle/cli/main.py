@@ -10,16 +10,18 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from modelopt_eagle.common.console import shown
+from modelopt_eagle.common.output import finish_output, guard_output
 from modelopt_eagle.errors import EagleError
 
 BAD_INPUT = 2
+OUTPUT_LOST = 74
+"""Exit code of a command that did its work and could not print all of what it had to say (a full disk)."""
 INTERRUPTED = 130
 
 
@@ -59,20 +61,28 @@ def run_command(module_name: str, argv: list[str] | None = None) -> int:
 
 
 def _guarded(action: Callable[[], int | None]) -> int:
-    """Run an action; its result, or the exit code of the error that it raised."""
+    """Run an action; its result, or the exit code of the error that it raised.
+
+    What goes wrong with standard output and error ends nothing: see :mod:`modelopt_eagle.common.output`.
+    """
+    guard_output()
     try:
         with shown():
-            return action() or 0
+            code = action() or 0
     except EagleError as error:
         print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        code = BAD_INPUT
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone (``... | head``); keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code = INTERRUPTED
+    except SystemExit as end:  # of argparse, after --help or an unknown option
+        if finish_output() is None or end.code:
+            raise
+        code = 0
+    if (lost := finish_output()) is None or code:
+        return code
+    print(f"error: what was printed is not whole: {lost.strerror or lost}; the work itself was done", file=sys.stderr)
+    return OUTPUT_LOST
 
 
 def run_script(module_name: str) -> NoReturn:
