@@ -41,7 +41,32 @@ def attention_kinds(config) -> dict[str, int | None]:
     return {kind: sizes[kind] for kind in _KINDS if kind in types}
 
 
-def kind_masks(kinds: dict[str, int | None], lengths: list[int], sees: Tensor, depths: Tensor, dtype: torch.dtype):
+def layer_kinds(config, kinds: dict[str, int | None], num_layers: int) -> list[str]:
+    """The kind of each layer's attention."""
+    return list(getattr(config, "layer_types", None) or [next(iter(kinds))] * num_layers)
+
+
+def first_slots(kinds: dict[str, int | None], lengths: list[int]) -> dict[str, int]:
+    """The first slot that any node behind ``lengths`` can see, by kind: older keys need not be read."""
+    least = min(lengths)
+    first = {"full_attention": 0}
+    for kind, size in kinds.items():
+        if kind == "sliding_attention":
+            first[kind] = max(0, least - size + 1)
+        elif kind == "chunked_attention":
+            first[kind] = least // size * size
+    return first
+
+
+def kind_masks(
+    kinds: dict[str, int | None],
+    lengths: list[int],
+    sees: Tensor,
+    depths: Tensor,
+    dtype: torch.dtype,
+    first: dict[str, int] | None = None,
+    groups: int = 1,
+):
     """What a model takes as ``attention_mask``: one tensor, or one a kind when it has several.
 
     Args:
@@ -50,21 +75,38 @@ def kind_masks(kinds: dict[str, int | None], lengths: list[int], sees: Tensor, d
         sees: ``[B or 1, N, N]`` bool.
         depths: ``[B or 1, N]`` int64.
         dtype: of the additive masks.
+        first: of :func:`first_slots`, if keys are read from there on; ``None``: all of them.
+        groups: query heads that stand beside the rows (``grouped_attention.py``).
 
     Returns:
-        ``[B, 1, N, max(lengths) + N]`` with 0 where a node sees a slot and the lowest number elsewhere, or a dict.
+        ``[B, 1, groups·N, max(lengths) + N - first]`` with 0 where a node sees a slot and the lowest number elsewhere;
+        or a dict. One token a row of equal lengths sees all that is read from ``first`` on: ``None`` in the dict.
     """
-    masks = {kind: additive(visible_slots(lengths, sees, depths, kind, size), dtype) for kind, size in kinds.items()}
+    if first is None:
+        first = dict.fromkeys(kinds, 0)
+    elif len(kinds) > 1 and sees.shape[-1] == 1 and len(set(lengths)) == 1:
+        return dict.fromkeys(kinds)
+    masks = {
+        kind: beside(additive(visible_slots(lengths, sees, depths, kind, size, first[kind]), dtype), groups)
+        for kind, size in kinds.items()
+    }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def visible_slots(lengths: list[int], sees: Tensor, depths: Tensor, kind: str, size: int | None) -> Tensor:
-    """``[B, N, max(lengths) + N]`` bool: which slots each node sees."""
+def beside(mask: Tensor, groups: int) -> Tensor:
+    """A mask ``[B, 1, n, W]`` for the query heads of a group beside the rows, ``[B, 1, groups·n, W]``."""
+    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
+
+
+def visible_slots(
+    lengths: list[int], sees: Tensor, depths: Tensor, kind: str, size: int | None, first: int = 0
+) -> Tensor:
+    """``[B, N, max(lengths) + N - first]`` bool: which slots from ``first`` on each node sees."""
     batch, count, device = len(lengths), sees.shape[-1], sees.device
     width = max(lengths) + count
     length = torch.tensor(lengths, device=device)[:, None]  # [B,1]
-    slots = length + torch.arange(count, device=device)  # [B,N] where the nodes lie
-    every = torch.arange(width, device=device)  # [W]
+    slots = length - first + torch.arange(count, device=device)  # [B,N] where the nodes lie, counted from the first
+    every = torch.arange(first, width, device=device)  # [W]
     visible = (every < length)[:, None].repeat(1, count, 1)  # [B,N,W] the prefix
     visible.scatter_(2, slots[:, None].expand(batch, count, count), sees.expand(batch, count, count))
     if size is not None:

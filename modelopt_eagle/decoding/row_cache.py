@@ -6,6 +6,7 @@ front, and rejected drafts are simply overwritten by the next round.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,13 +17,16 @@ from modelopt_eagle.errors import DecodingError
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's buffers ``[B, heads, capacity, d]``, made at the first update. Sliding layers keep all keys, too."""
+    """One layer's buffers ``[B, heads, capacity, d]``, made at the first update.
+
+    Sliding layers keep all keys, too, but hand out those that a window can reach.
+    """
 
     is_sliding = False
 
-    def __init__(self, place: Placement):
+    def __init__(self, place: Placement, kind: str):
         super().__init__()
-        self.place = place
+        self.place, self.kind = place, kind
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate for the shapes of the first keys and values; zeros, as a masked NaN would still spread."""
@@ -37,7 +41,7 @@ class RowLayer(CacheLayerMixin):
         self.keys, self.values = (self.place.view(region) for region in self.regions)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write ``[B, heads, n, d]`` at each row's place; return views over all slots in use."""
+        """Write ``[B, heads, n, d]`` at each row's place; return views over the slots that can be seen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place, count = self.place, key_states.shape[2]
@@ -47,11 +51,13 @@ class RowLayer(CacheLayerMixin):
         else:
             self.keys[place.rows, :, place.slots] = key_states.transpose(1, 2)
             self.values[place.rows, :, place.slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, : place.width], self.values[:, :, : place.width]
+        seen = slice(place.first.get(self.kind, 0), place.width)
+        return self.keys[:, :, seen], self.values[:, :, seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that the model's own mask must cover (it is only made when all rows have one length)."""
-        return self.place.width, 0
+        first = self.place.first.get(self.kind, 0)
+        return self.place.width - first, first
 
     def get_seq_length(self) -> int:
         """Tokens before this forward pass (of the longest row)."""
@@ -73,7 +79,8 @@ class Placement:
     Attributes:
         start: the slot of the first new token when all rows agree, else ``None``.
         rows, slots: ``[B, 1]`` and ``[B, n]`` int64 when they do not.
-        width, longest: slots read, ``max(length) + n``, and ``max(length)``.
+        width, longest: slots in use, ``max(length) + n``, and ``max(length)``.
+        first: the first slot that can be seen, by kind of layer; 0 if not said.
         pools: the tensors.
     """
 
@@ -82,6 +89,7 @@ class Placement:
         self.start: int | None = 0
         self.rows = self.slots = None
         self.width = self.longest = 0
+        self.first: dict[str, int] = {}
         self.pools: list[Tensor] = []
         self._open: dict[tuple, tuple[int, int]] = {}  # kind of state -> its pool and the layers already in it
 
@@ -111,15 +119,18 @@ class RowCache(Cache):
         num_layers: layers of the target.
         capacity: slots a row.
         alike: whether all layers are of one kind, so that one tensor can hold them.
+        kinds: kind of each layer's attention (``masks.layer_kinds``); ``None``: full.
     """
 
-    def __init__(self, num_layers: int, capacity: int, alike: bool = True):
+    def __init__(self, num_layers: int, capacity: int, alike: bool = True, kinds: Sequence[str] | None = None):
         self.place = Placement(capacity, num_layers if alike else 1)
-        super().__init__(layers=[RowLayer(self.place) for _ in range(num_layers)])
+        kinds = ["full_attention"] * num_layers if kinds is None else kinds
+        super().__init__(layers=[RowLayer(self.place, kind) for kind in kinds])
 
     @contextmanager
-    def writing(self, lengths: list[int], count: int, device: torch.device):
-        """Say where the forward pass inside writes: ``count`` tokens behind ``lengths`` [B].
+    def writing(self, lengths: list[int], count: int, device: torch.device, first: dict[str, int] | None = None):
+        """Say where the forward pass inside writes: ``count`` tokens behind ``lengths`` [B]; and from which slot on it
+        reads, by kind of layer.
 
         The placement of before is put back on leaving, also after an exception.
 
@@ -133,8 +144,8 @@ class RowCache(Cache):
                 f"the KV cache holds {place.capacity} tokens a request, {width} are needed for {count} nodes behind "
                 f"{max(lengths)} tokens: ask for fewer new tokens or nodes, or a larger cache_length"
             )
-        before = place.start, place.rows, place.slots, place.width, place.longest
-        place.width, place.longest = width, max(lengths)
+        before = place.start, place.rows, place.slots, place.width, place.longest, place.first
+        place.width, place.longest, place.first = width, max(lengths), first or {}
         if len(set(lengths)) == 1:
             place.start, place.rows, place.slots = lengths[0], None, None
         else:
@@ -145,7 +156,7 @@ class RowCache(Cache):
         try:
             yield
         finally:
-            place.start, place.rows, place.slots, place.width, place.longest = before
+            place.start, place.rows, place.slots, place.width, place.longest, place.first = before
 
     def keep(self, rows: Tensor) -> None:
         """Keep the rows ``[b]`` int64 and forget the others."""

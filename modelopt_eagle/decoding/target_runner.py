@@ -10,13 +10,14 @@ from torch import Tensor
 
 from modelopt_eagle.common.modes import evaluating
 from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
-from modelopt_eagle.decoding.masks import attention_kinds, kind_masks
+from modelopt_eagle.decoding.grouped_attention import NAME, lent, query_groups
+from modelopt_eagle.decoding.masks import attention_kinds, first_slots, kind_masks, layer_kinds
 from modelopt_eagle.decoding.row_cache import RowCache
 from modelopt_eagle.decoding.supported import run_limit, takes_no_mask
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
-_KNOWN_ATTENTION = ("sdpa", "eager")
+_KNOWN_ATTENTION = ("sdpa", "eager", NAME)
 
 
 class TargetRunner:
@@ -44,13 +45,16 @@ class TargetRunner:
         self.kinds = attention_kinds(target.config)
         self._own_mask = takes_no_mask(target)
         self.position_limit = run_limit(target, capacity - num_nodes)
-        self.cache = RowCache(target.num_layers, capacity, alike=len(self.kinds) == 1)
+        self.groups = query_groups(target)
+        by_layer = layer_kinds(target.config, self.kinds, target.num_layers)
+        self.cache = RowCache(target.num_layers, capacity, alike=len(self.kinds) == 1, kinds=by_layer)
         self.num_nodes, self.buffer = num_nodes, None
         self.shift = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> TargetRunner:
         self._stack.enter_context(evaluating(self.model))
+        self._stack.enter_context(lent(self.target))
         return self
 
     def __exit__(self, *exception) -> None:
@@ -119,12 +123,13 @@ class TargetRunner:
         alone = count == 1 and self.kinds == {"full_attention": None}  # a single token sees everything
         if even and (alone or self._own_mask):
             return self._forward(tokens, lengths, None, positions, {})
-        masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype)
-        return self._forward(tokens, lengths, masks, positions, {})
+        first = first_slots(self.kinds, lengths)
+        masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype, first, self.groups)
+        return self._forward(tokens, lengths, masks, positions, {}, first=first)
 
-    def _forward(self, tokens, lengths, masks, positions, more, next_input=False) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, tokens, lengths, masks, positions, more, next_input=False, first=None):
         with ExitStack() as stack:
-            stack.enter_context(self.cache.writing(lengths, tokens.shape[1], tokens.device))
+            stack.enter_context(self.cache.writing(lengths, tokens.shape[1], tokens.device, first))
             captured = None
             if self.buffer is not None:
                 captured = stack.enter_context(
@@ -159,6 +164,6 @@ def cache_argument(target: Target) -> str:
     if implementation not in _KNOWN_ATTENTION:
         raise DecodingError(
             f"{target.name} runs attention {implementation!r}, which takes no tree mask: "
-            f"load it with attn_implementation one of {', '.join(_KNOWN_ATTENTION)}"
+            f"load it with attn_implementation one of sdpa, eager"
         )
     return name

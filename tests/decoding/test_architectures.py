@@ -51,9 +51,20 @@ KINDS = {
             "first_k_dense_replace": 3,
         },
     ),
+    "llama4, chunks": (
+        "Llama4Text",
+        {
+            "intermediate_size_mlp": 48,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 5,
+        },
+    ),
     "mixtral, experts": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM"}
 PROMPTS = [[5, 9, 33, 70], [100, 3, 50, 60, 70, 80, 90, 11, 12, 13, 14], [7]]
 LENGTH = 22
 MODES = [dict(num_steps=3), dict(mode="tree", topk=3, depth=3, num_nodes=12)]
@@ -100,7 +111,9 @@ def test_greedy_parity(kind, monkeypatch):
         assert seen == {0, 1, 2, 3}, options  # the drafts were put to the test
 
 
-@pytest.mark.parametrize("kind", ["llama, grouped", "mistral, window", "gemma3, mixed windows", "deepseek, latents"])
+@pytest.mark.parametrize(
+    "kind", ["llama, grouped", "mistral, window", "gemma3, mixed windows", "llama4, chunks", "deepseek, latents"]
+)
 def test_tree_verification_equals_every_path_on_its_own(kind):
     """Logits of each node: as if its path alone had been read (fp32)."""
     target = build(kind)
