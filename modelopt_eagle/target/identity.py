@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -103,12 +103,13 @@ def folder_fingerprint(folder: Path) -> str:
     return _digest(json.dumps(parts).encode())
 
 
-def memory_fingerprint(config, *tables: Tensor) -> str:
-    """Hash of a model that came from no folder: its config and samples of its tables."""
+def memory_fingerprint(config, weights: Iterable[Tensor]) -> str:
+    """Hash of a model that came from no folder: its config and samples of each of its weights."""
     digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
-    for table in tables:
-        flat = table.detach().reshape(-1)
-        digest.update(flat[:: max(1, flat.numel() // 4096)].float().cpu().numpy().tobytes())
+    for weight in weights:
+        if not weight.is_meta:  # offloaded
+            flat = weight.detach().reshape(-1)
+            digest.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

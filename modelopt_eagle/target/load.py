@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.console import line_handler
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
@@ -64,7 +67,8 @@ def load_target(
     if spread:
         arguments["device_map"] = "auto"
     try:
-        model, loading = model_class.from_pretrained(str(place), output_loading_info=True, **arguments)
+        with bars_on_terminals():
+            model, loading = model_class.from_pretrained(str(place), output_loading_info=True, **arguments)
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; each means the same here
         raise TargetError(f"cannot load the weights of {name}: {first_line(error)}") from error
     _check_loading(name, loading)
@@ -79,6 +83,21 @@ def load_target(
         revision=None if isinstance(place, Path) else content_revision(place, revision),
         vision=vision_of(tokenizer, place, config, revision, trust_remote_code),
     )
+
+
+@contextlib.contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """No bars of transformers where none of ours is drawn: in quiet programs and in log files."""
+    from transformers.utils import logging
+
+    handler, enabled = line_handler(), logging.is_progress_bar_enabled()
+    if handler is None or not handler.stream.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def resolve(name: str | Path) -> Path | str:

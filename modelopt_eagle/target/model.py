@@ -236,7 +236,7 @@ class Target:
             if self._source is not None:
                 self._revision = identity.folder_fingerprint(self._source)
             else:
-                self._revision = identity.memory_fingerprint(self.config, self.embedding.weight, self.lm_head_weight)
+                self._revision = identity.memory_fingerprint(self.config, self.model.parameters())
         return TargetIdentity(
             model=self.name if self._source is None else identity.local_name(self._source),
             revision=self._revision,

@@ -1,20 +1,23 @@
 """Training a head: the K-step rollout, the distillation loss, the loop around them."""
 
+from typing import TYPE_CHECKING, Any
+
 from modelopt_eagle.draft.eagle3.rollout import RolloutOutput, rollout
 from modelopt_eagle.training.distillation import distillation_loss
 from modelopt_eagle.training.loss import LossOutput
 
+if TYPE_CHECKING:
+    from modelopt_eagle.training.main import train
+    from modelopt_eagle.training.trainer import TrainingResult
+
 __all__ = ["LossOutput", "RolloutOutput", "TrainingResult", "distillation_loss", "rollout", "train"]
 
 
-def train(recipe):
-    """Train a head as a recipe says, see :func:`modelopt_eagle.training.main.train`."""
-    from modelopt_eagle.training.main import train as run
+def __getattr__(name: str) -> Any:
+    if name == "train":
+        from modelopt_eagle.training.main import train
 
-    return run(recipe)
-
-
-def __getattr__(name: str):
+        return train
     if name == "TrainingResult":
         from modelopt_eagle.training.trainer import TrainingResult
 

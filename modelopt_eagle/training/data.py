@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.console import ProgressBar
-from modelopt_eagle.data import DataReport, TokenizedDataset, prepare_dataset
+from modelopt_eagle.data import DataReport, TokenizedDataset, prepare_dataset, prepare_rows
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, RecipeError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
@@ -19,7 +19,9 @@ from modelopt_eagle.features.foreign.reader import RECIPE_KEYS, ForeignReader, o
 from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
+from modelopt_eagle.target.like import RunningTarget, TableTarget
 from modelopt_eagle.training.acceptance import EvaluationFiles
+from modelopt_eagle.training.given import Given
 
 CACHE_SHARD_BYTES = 32 * 2**20
 """Shards of ``cache_features: disk``; killing the feature stage loses at most one."""
@@ -131,58 +133,91 @@ def held_out_rows(count: int) -> list[int]:
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
-def read_data(recipe: Recipe, target, paths) -> TokenizedDataset:
-    """Conversations of a recipe, tokenised for a target."""
+def read_data(recipe: Recipe, target: TableTarget, paths, rows=None, name: str = "data") -> TokenizedDataset:
+    """Conversations of a recipe, tokenised for a target.
+
+    Args:
+        paths: of files; not read where there are rows.
+        rows: conversations in memory.
+        name: what messages call those.
+    """
     data = recipe.data
     if target.tokenizer is None:
-        raise TargetError(f"{target.name} has no tokenizer: give a folder that holds one")
+        raise TargetError(
+            f"{target.name} has no tokenizer: give a folder that holds one, or target=(model, tokenizer) in Python"
+        )
     from_servers = data.streaming_server_url is not None  # they read text only
-    return prepare_dataset(
-        target.tokenizer,
-        paths,
-        unknown_role=data.unknown_role,
-        role_aliases=data.role_aliases,
-        max_rows=data.max_rows,
-        max_length=data.max_length,
-        overlong=data.overlong,
-        end_token_ids=target.end_token_ids,
-        vision=None if from_servers else getattr(target, "vision", None),
-    )
+    options = {
+        "unknown_role": data.unknown_role,
+        "role_aliases": data.role_aliases,
+        "max_rows": data.max_rows,
+        "max_length": data.max_length,
+        "overlong": data.overlong,
+        "end_token_ids": target.end_token_ids,
+        "vision": None if from_servers else target.vision,
+    }
+    if rows is not None:
+        return prepare_rows(target.tokenizer, rows, name=name, **options)
+    return prepare_dataset(target.tokenizer, paths, **options)
 
 
-def from_target(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunData:
-    """Features that the loaded target makes: in the step, or once into memory or a store."""
-    dataset = read_data(recipe, target, recipe.data.train_path)
-    rows, header = dataset.rows, dataset.header().splitlines()
-    files = {}
-    if recipe.data.eval_path is not None:
-        paths = [recipe.data.eval_path] if isinstance(recipe.data.eval_path, str) else recipe.data.eval_path
+@dataclass(frozen=True)
+class SplitRows:
+    """Tokenised rows of a run whose target is loaded.
+
+    Attributes:
+        train: rows to train on.
+        held_out: rows to evaluate on, by where they come from; one entry ``""`` where they were held out of the data.
+        header: the account of the data.
+    """
+
+    train: list
+    held_out: dict[str, list]
+    header: list[str]
+
+
+def split_rows(recipe: Recipe, target: TableTarget, given: Given) -> SplitRows:
+    """Read the data, and the rows that are evaluated on: given, named, or held out of the data."""
+    dataset = read_data(recipe, target, recipe.data.train_path, given.data)
+    header, paths = dataset.header().splitlines(), recipe.data.eval_path
+    if given.eval_data is not None:
+        held = read_data(recipe, target, None, given.eval_data, "eval_data").rows
+        return SplitRows(dataset.rows, {"": held}, [*header, f"evaluation: {len(held)} rows of eval_data"])
+    if paths is not None:
+        paths = [paths] if isinstance(paths, str) else paths
         files = {path: read_data(recipe, target, path).rows for path in paths}
         header += [f"evaluation: {len(part)} rows of {path}" for path, part in files.items()]
-        held = [row for part in files.values() for row in part]
-    else:
-        chosen = set(held_out_rows(len(rows)))
-        held = [row for number, row in enumerate(rows) if number in chosen]
-        rows = [row for number, row in enumerate(rows) if number not in chosen]
-        header.append(held_out_line(len(held)))
-    for line in header:
+        return SplitRows(dataset.rows, files, header)
+    chosen = set(held_out_rows(len(dataset.rows)))
+    held = [row for number, row in enumerate(dataset.rows) if number in chosen]
+    train = [row for number, row in enumerate(dataset.rows) if number not in chosen]
+    return SplitRows(train, {"": held}, [*header, held_out_line(len(held))])
+
+
+def from_target(
+    recipe: Recipe, target: RunningTarget, aux_layer_ids, accelerator, say, given: Given | None = None
+) -> RunData:
+    """Features that the loaded target makes: in the step, or once into memory or a store."""
+    split = split_rows(recipe, target, given or Given())
+    for line in split.header:
         say(line)
 
     def make(part: list, name: str):
         return _cached(recipe, target, part, aux_layer_ids, accelerator, name)
 
-    train = make(rows, "features")
-    if len(files) > 1:
-        named = enumerate(files.items(), 1)
+    train = make(split.train, "features")
+    if len(split.held_out) > 1:
+        named = enumerate(split.held_out.items(), 1)
         held_out = EvaluationFiles({path: make(part, f"evaluation features {n}") for n, (path, part) in named})
     else:
+        (held,) = split.held_out.values()
         held_out = make(held, "evaluation features") if held else None
     return RunData(
         train,
         held_out,
-        count_supervised(rows, target.vocab_size),
-        header,
-        dataset_hash(rows),
+        count_supervised(split.train, target.vocab_size),
+        split.header,
+        dataset_hash(split.train),
     )
 
 

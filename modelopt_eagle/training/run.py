@@ -18,16 +18,17 @@ from modelopt_eagle.errors import RecipeError, TrainingError
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
-from modelopt_eagle.target import load_target, load_target_tables
+from modelopt_eagle.target import TableTarget, load_target, load_target_tables
 from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.training.checkpoint import RECIPE, STATE, CheckpointFolder
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
 from modelopt_eagle.training.data import from_store, from_target
+from modelopt_eagle.training.given import Given
 from modelopt_eagle.training.head import check_head, continued_head, new_head, rebuild_vocabulary
 from modelopt_eagle.training.own_share import own_share, own_share_line
 from modelopt_eagle.training.states import AdaptedStates, check_adapters, make_adapter
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
-from modelopt_eagle.training.streams import asks_servers, fills_store, from_servers_or_filled_store, runs_target
+from modelopt_eagle.training.streams import from_servers_or_filled_store
 
 PATIENCE = timedelta(hours=4)
 """How long processes wait for each other; one of them may tokenise or compute features for long."""
@@ -113,29 +114,24 @@ def finished_state(recipe: Recipe) -> dict | None:
     return None
 
 
-def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
+def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Given | None = None) -> Run:
     """Load, read, check and build everything that comes before the first step.
 
     Args:
         recipe: of the run.
         accelerator: from :func:`make_accelerator`.
         say: prints a line; called on every process, so let it print on the first only.
+        given: what the caller has loaded already.
 
     Raises:
         EagleError: whatever is wrong with recipe, target, data or features.
     """
     check_processes(recipe.training.context_parallel, accelerator.num_processes)
     check_drafter(recipe)
-    offline = not runs_target(recipe)
-    arguments = recipe.model.load_arguments()
-    if offline:
-        arguments = {**arguments, "device": str(accelerator.device)}
-        del arguments["attn_implementation"]
-        target = load_target_tables(**arguments)
-        embedding, config = target.embedding_weight, target.config
-    else:
-        target = load_target(**arguments)
-        embedding, config = target.embedding.weight, target.config
+    given = given or Given()
+    offline = not recipe.data.runs_target
+    target = load(recipe, accelerator.device) if given.target is None else given.target
+    embedding, config = target.embedding_weight, target.config
     head = continued_head(recipe, target.identity(), embedding) if recipe.model.draft_init is not None else None
     ids = layer_ids(recipe, config, head)
     identity = target.identity()
@@ -147,12 +143,12 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None]) -> Run:
         target.check_parity(parity_sample(target))
     if recipe.target_lora.rank:
         check_adapters(recipe, target)
-    if asks_servers(recipe) or fills_store(recipe):
-        data = from_servers_or_filled_store(recipe, target, ids, accelerator, say)
+    if recipe.data.asks_servers or recipe.data.fills_store:
+        data = from_servers_or_filled_store(recipe, target, ids, accelerator, say, given)
     elif offline:
         data = from_store(recipe, target, ids, say)
     else:
-        data = from_target(recipe, target, ids, accelerator, say)
+        data = from_target(recipe, target, ids, accelerator, say, given)
     if head is None:
         head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
     else:
@@ -205,6 +201,13 @@ def check_drafter(recipe: Recipe) -> None:
     }
     if asked := [name for name, refused in cannot.items() if refused]:
         raise RecipeError(f"algorithm {algorithm.name} has no {', no '.join(asked)}: leave it at the default")
+
+
+def load(recipe: Recipe, device: torch.device) -> TableTarget:
+    """The target of a recipe: the model if the run makes features by it, else its tables on ``device``."""
+    if recipe.data.runs_target:
+        return load_target(**recipe.model.load_arguments())
+    return load_target_tables(**recipe.model.table_arguments(device))
 
 
 def layer_ids(recipe: Recipe, config, head: DraftModule | None = None) -> tuple[int, ...]:

@@ -10,34 +10,22 @@ from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.store import dataset_hash
 from modelopt_eagle.recipe import Recipe
+from modelopt_eagle.target.like import TableTarget
 from modelopt_eagle.training.data import RunData, held_out_line, held_out_rows, read_data
+from modelopt_eagle.training.given import Given
 
 TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 """Environment variable of the secret that servers off loopback ask for; a recipe is no place for it."""
 
 
-def asks_servers(recipe: Recipe) -> bool:
-    """Whether features come from ``data.streaming_server_url``."""
-    return recipe.data.streaming_server_url is not None
-
-
-def fills_store(recipe: Recipe) -> bool:
-    """Whether the rows of ``data.train_path`` are looked up in a store that may lack some."""
-    return recipe.data.offline_data_path is not None and recipe.data.on_missing != "fail"
-
-
-def runs_target(recipe: Recipe) -> bool:
-    """Whether the run loads the target itself, and not only its tables."""
-    if asks_servers(recipe):
-        return False
-    return recipe.data.offline_data_path is None or recipe.data.on_missing == "generate"
-
-
-def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelerator, say) -> RunData:
-    """Features for a recipe for which :func:`asks_servers` or :func:`fills_store` holds.
+def from_servers_or_filled_store(
+    recipe: Recipe, target: TableTarget, aux_layer_ids, accelerator, say, given: Given | None = None
+) -> RunData:
+    """Features for a recipe whose ``data`` asks servers or fills a store.
 
     Args:
-        target: ``Target`` or ``TargetTables``.
+        target: its tables, or the whole where it fills the store.
+        given: rows in memory in place of files.
 
     Raises:
         RecipeError: ``eval_path`` is given.
@@ -46,10 +34,10 @@ def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelera
     """
     if recipe.data.eval_path is not None:
         raise RecipeError("data.eval_path is for runs whose target is loaded: set it to null (rows are held out)")
-    dataset = read_data(recipe, target, recipe.data.train_path)
+    dataset = read_data(recipe, target, recipe.data.train_path, None if given is None else given.data)
     contract = FeatureContract.from_identity(target.identity(), aux_layer_ids, "bfloat16")
     header = dataset.header().splitlines()
-    if asks_servers(recipe):
+    if recipe.data.asks_servers:
         urls = [url.strip() for url in recipe.data.streaming_server_url.split(",")]
         token = os.environ.get(TOKEN_VARIABLE)
         transport = recipe.data.streaming_transport
@@ -64,7 +52,7 @@ def from_servers_or_filled_store(recipe: Recipe, target, aux_layer_ids, accelera
     else:
         make = None
     rows = dataset.rows
-    if fills_store(recipe):
+    if recipe.data.fills_store:
         folder = recipe.data.offline_data_path
         source = HybridSource(
             folder,

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modelopt_eagle.common.console import clock
 from modelopt_eagle.data import plan_batches
-from modelopt_eagle.errors import CheckpointError, TrainingError
+from modelopt_eagle.errors import TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
 from modelopt_eagle.training.acceptance import evaluate_files
 from modelopt_eagle.training.checkpoint import CheckpointFolder, set_rng_state
 from modelopt_eagle.training.metrics import Meter
 from modelopt_eagle.training.optimizer import Schedule, build_optimizers, set_learning_rate
 from modelopt_eagle.training.progress import MetricLog, ProgressView, StopRequest, progress_text
+from modelopt_eagle.training.provenance import check_provenance
 from modelopt_eagle.training.run import Run
 from modelopt_eagle.training.step import compile_layers
+
+OnStep = Callable[[dict[str, Any]], object]
+"""What is called with the metrics of each log line, an entry of :class:`TrainerState`'s ``history``."""
 
 
 @dataclass
@@ -88,9 +94,11 @@ class Trainer:
         recipe: of the run.
         run: what it trains and on what, see :class:`~modelopt_eagle.training.run.Run`.
         accelerator: of accelerate.
+        on_step: called on the first process with the metrics of each log line; true asks to stop.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, accelerator):
+    def __init__(self, recipe: Recipe, run: Run, accelerator, on_step: OnStep | None = None):
+        self.on_step = on_step
         self.recipe, self.settings, self.run, self.accelerator = recipe, recipe.training, run, accelerator
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.step = run.step  # without wrappers
@@ -152,14 +160,7 @@ class Trainer:
             self.checkpoints.require_room(self.step.module)
             self.save()
             return
-        before = found.state["provenance"]
-        changed = [key for key in self.run.provenance if before.get(key) != self.run.provenance[key]]
-        if changed:
-            lines = "\n".join(f"  {k}: {before.get(k)} before, {self.run.provenance[k]} now" for k in changed)
-            raise CheckpointError(
-                f"{found.folder} was trained on other features:\n{lines}\nname another training.output_dir, or bring "
-                "the data and the target back as they were"
-            )
+        check_provenance(found.folder, found.state["provenance"], self.run.provenance)
         self.step.module.load_state_dict(found.tensors)
         self.step.renew_rows()
         if self.run.adapter is not None:
@@ -287,6 +288,8 @@ class Trainer:
         for k, (loss, share) in enumerate(zip(metrics["per_step"], metrics["accuracy"], strict=True)):
             scalars |= {f"train/loss_step_{k}": loss, f"train/accuracy_step_{k}": share}
         self.log.write(step, scalars)
+        if self.on_step is not None and self.accelerator.is_main_process:
+            self.request.asked |= bool(self.on_step(copy.deepcopy(entry)))
 
     def evaluate(self) -> bool:
         """The acceptance walk over the held-out rows; True if it is the best so far."""

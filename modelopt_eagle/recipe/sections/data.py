@@ -72,6 +72,23 @@ class DataSection(Section):
     )
     shuffle: bool = Field(True, description="New order of the conversations in every epoch, drawn from the seed.")
 
+    @property
+    def asks_servers(self) -> bool:
+        """Whether features come from ``streaming_server_url``."""
+        return self.streaming_server_url is not None
+
+    @property
+    def fills_store(self) -> bool:
+        """Whether the rows of ``train_path`` are looked up in a store that may lack some."""
+        return self.offline_data_path is not None and self.on_missing != "fail"
+
+    @property
+    def runs_target(self) -> bool:
+        """Whether the run loads the target itself, and not only its tables."""
+        if self.asks_servers:
+            return False
+        return self.offline_data_path is None or self.on_missing == "generate"
+
     @field_validator("train_path", "eval_path")
     @classmethod
     def _paths_are_named(cls, value: str | list[str] | None) -> str | list[str] | None:

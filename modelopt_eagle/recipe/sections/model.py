@@ -63,6 +63,12 @@ class ModelSection(Section):
             "chat_template": self.chat_template,
         }
 
+    def table_arguments(self, device: object) -> dict[str, Any]:
+        """Arguments for ``load_target_tables``, which go to ``device``."""
+        arguments = {**self.load_arguments(), "device": str(device)}
+        del arguments["attn_implementation"]
+        return arguments
+
     def decoding_arguments(self) -> dict[str, Any]:
         """The same for decoding, where drafts need an attention that takes a mask: sdpa in place of flash attention."""
         arguments = self.load_arguments()
