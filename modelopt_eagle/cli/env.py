@@ -44,7 +44,7 @@ def collect() -> dict[str, str]:
     """Name → value, as text."""
     import torch
 
-    from modelopt_eagle.validation.report import package_commit
+    from modelopt_eagle.common.package import package_commit
 
     facts = {
         "modelopt_eagle": package_commit(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,26 @@ def checkout() -> Path | None:
     root = Path(__file__).resolve().parents[2]
     page = root / "pyproject.toml"
     return root if page.is_file() and f'name = "{NAME}"' in page.read_text(encoding="utf-8") else None
+
+
+def package_commit() -> str:
+    """Commit of the checkout this package runs from, ``+changes`` if it was edited; else the package's version."""
+    folder = Path(__file__).resolve().parents[1]
+    version = f"{NAME} {importlib.import_module(NAME).__version__}"
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True
+        )
+        return run.stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.parent:
+            return version  # installed inside somebody else's repository
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder))
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return version
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

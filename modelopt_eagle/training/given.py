@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from modelopt_eagle.data.files import IN_MEMORY
-from modelopt_eagle.errors import RecipeError
+from modelopt_eagle.errors import RecipeError, TargetError
 from modelopt_eagle.recipe import ModelSection, Recipe, replaced
-from modelopt_eagle.target.given import as_target, is_running
-from modelopt_eagle.target.like import TableTarget
+from modelopt_eagle.target import RunningTarget, TableTarget, Target
+from modelopt_eagle.target.load import load_tokenizer
+from modelopt_eagle.target.vision import vision_of
 
 LOADING_KEYS = ("revision", "attn_implementation", "trust_remote_code", "chat_template")
 """Keys of ``model`` that say how a target is loaded, and so nothing about one that is loaded."""
@@ -39,7 +41,7 @@ def take(recipe: Recipe, target: Any = None, data: Any = None, eval_data: Any = 
 
     Args:
         recipe: of the run; it stays as it is.
-        target: see :func:`~modelopt_eagle.target.given.as_target`.
+        target: see :func:`as_target`.
         data, eval_data: rows in memory, or the paths of files.
 
     Returns:
@@ -89,7 +91,7 @@ def target_changes(recipe: Recipe, target: TableTarget) -> dict[str, Any]:
             "target_lora trains adapters inside the target, which would stay in the one given: name it as "
             "model.base_model instead, so that validation and export find it unchanged"
         )
-    if not is_running(target) and recipe.data.runs_target:
+    if not isinstance(target, RunningTarget) and recipe.data.runs_target:
         raise RecipeError(
             f"the features of this run are made by the target, and {target.name} was given as tables only: give the "
             "loaded model, or data.offline_data_path"
@@ -118,6 +120,39 @@ def check_rows(recipe: Recipe, name: str, key: str) -> None:
         raise RecipeError(f"{name}= was given, and data.offline_data_path holds the rows: leave one of them out")
     if name == "eval_data" and (stored or recipe.data.asks_servers):
         raise RecipeError("eval_data= needs the features of a loaded target: leave it out, and rows are held out")
+
+
+def as_target(given: Any) -> TableTarget:
+    """The target that was given.
+
+    A model of transformers is frozen and put into evaluation mode, as :class:`~modelopt_eagle.target.Target` does; its
+    identity is taken from the weights in memory, not from the folder that they once came from.
+
+    Args:
+        given: a ``Target``, ``TargetTables`` or what has their members; a transformers model; or a pair
+            ``(model, tokenizer)``. The tokenizer of a model alone is loaded from the place that the model names.
+
+    Returns:
+        it, or a ``Target`` around it.
+
+    Raises:
+        TargetError: something else, or a model that names no place for its tokenizer.
+    """
+    if isinstance(given, (RunningTarget, TableTarget)):
+        return given
+    model, tokenizer = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise TargetError(
+            "target: expected a loaded transformers model, a pair (model, tokenizer), or what load_target returns; "
+            f"found {type(given).__name__}"
+        )
+    place = str(getattr(model, "name_or_path", "") or "")
+    if tokenizer is None:
+        if not place:
+            raise TargetError("target: the model does not say where its tokenizer is: give target=(model, tokenizer)")
+        tokenizer = load_tokenizer(place)
+    vision = vision_of(tokenizer, Path(place) if Path(place).is_dir() else place, model.config) if place else None
+    return Target(model, tokenizer, name=place or type(model).__name__, vision=vision)
 
 
 def as_paths(value: Any) -> str | list[str] | None:

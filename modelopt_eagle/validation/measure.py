@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from modelopt_eagle.common.acceptance import acceptance_length, bootstrap_interval, prefix_shares
+from modelopt_eagle.common.package import package_commit
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.data.prompts import as_prompts
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator
@@ -13,7 +14,7 @@ from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, window
-from modelopt_eagle.validation.report import AcceptanceReport, package_commit
+from modelopt_eagle.validation.report import AcceptanceReport
 from modelopt_eagle.validation.speed import Speed, measure_speed
 
 SPEED_TOKENS = 128

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import modelopt_eagle
 from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.decoding import DraftPlan
 from modelopt_eagle.validation.speed import Speed
@@ -183,23 +181,3 @@ def format_table(rows: Sequence[tuple[str, ...]]) -> str:
         if number == 0:
             lines.append("  ".join("-" * width for width in widths))
     return "\n".join(lines)
-
-
-def package_commit() -> str:
-    """Commit of the checkout this package runs from, ``+changes`` if it was edited; else the package's version."""
-    folder = Path(modelopt_eagle.__file__).resolve().parent
-    version = f"modelopt_eagle {modelopt_eagle.__version__}"
-
-    def git(*arguments: str) -> str:
-        run = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True
-        )
-        return run.stdout.strip()
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.parent:
-            return version  # installed inside somebody else's repository
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder))
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return version

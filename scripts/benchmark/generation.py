@@ -43,12 +43,13 @@ def main() -> None:
     import torch
     import transformers
 
+    from modelopt_eagle.common.package import package_commit
     from modelopt_eagle.data import load_prompts
     from modelopt_eagle.decoding import PseudoSpeculativeGenerator
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
     from modelopt_eagle.validation.measure import time_generators
-    from modelopt_eagle.validation.report import format_table, package_commit, same_text
+    from modelopt_eagle.validation.report import format_table, same_text
 
     target = load_target(arguments.target)
     head = random_head(target) if arguments.model_path is None else load_draft(arguments.model_path, dtype=target.dtype)

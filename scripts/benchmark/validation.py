@@ -76,10 +76,11 @@ def main() -> None:
     import torch
     import transformers
 
+    from modelopt_eagle.common.package import package_commit
     from modelopt_eagle.decoding import PlainGenerator
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
-    from modelopt_eagle.validation.report import format_table, package_commit
+    from modelopt_eagle.validation.report import format_table
 
     target = load_target(arguments.target)
     head = load_draft(arguments.model_path, dtype=target.dtype).to(target.device).eval()

@@ -280,7 +280,7 @@ def test_a_failed_capture_is_an_error_that_names_the_switch_or_a_warning(monkeyp
 
 def test_a_run_with_the_graph_on_is_refused_before_training(monkeypatch):
     """Without a CUDA device it would fail only after hours, when it is validated."""
-    from modelopt_eagle.cli.train_and_export import check_cuda_graph
+    from modelopt_eagle.pipeline import check_cuda_graph
     from modelopt_eagle.recipe import Recipe
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from modelopt_eagle.cli import train_and_export
+from modelopt_eagle import pipeline
 from modelopt_eagle.common import folders as folders_module
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.eagle3.probe import probe
@@ -347,7 +347,7 @@ def test_a_scaling_that_nothing_reads_so_is_refused(tmp_path, scaling, says):
         "eagle3", [f"training.output_dir={tmp_path / 'run'}", f"export.rope_scaling={json.dumps(scaling)}"]
     )
     with pytest.raises(CheckpointError, match=says):  # before training, not after it
-        train_and_export.check_rope_scaling(recipe)
+        pipeline.check_rope_scaling(recipe)
 
 
 @pytest.mark.parametrize("scaling", [ROPE for ROPE in ROPES.values() if ROPE], ids=lambda scaling: scaling["rope_type"])

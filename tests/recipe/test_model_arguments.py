@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelopt_eagle.cli import train_and_export
+from modelopt_eagle import pipeline
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.recipe.sections import ModelSection
 
@@ -22,8 +22,8 @@ def test_validation_after_training_needs_an_attention_with_masks(wanted, used, t
         raise Asked(arguments["attn_implementation"])
 
     monkeypatch.setattr("modelopt_eagle.target.load_target", load_target)
-    monkeypatch.setattr(train_and_export, "measurement_mark", lambda recipe, checkpoint: {})
+    monkeypatch.setattr(pipeline, "measurement_mark", lambda recipe, checkpoint: {})
     recipe = load_recipe(None, [f"model.attn_implementation={wanted}", f"training.output_dir={tmp_path}"])
     result = type("Result", (), {"output_dir": tmp_path, "best_checkpoint": tmp_path})
     with pytest.raises(Asked, match=f"^{used}$"):
-        train_and_export.validate(recipe, result)
+        pipeline.validate(recipe, result)

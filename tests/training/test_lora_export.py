@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from modelopt_eagle import pipeline
 from modelopt_eagle.cli import ar_validate, convert_checkpoint, export_hf_checkpoint, quantize_drafter, train_and_export
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.export import load_draft
@@ -70,9 +71,9 @@ def test_the_same_command_measures_and_exports_nothing_again(tiny_target_dir, ou
 
 def test_another_adapter_beside_the_same_head_is_measured_and_exported_anew(output, tmp_path):
     checkpoint = shutil.copytree((output / "best").resolve(), tmp_path / "checkpoint")
-    before, file = train_and_export.adapter_mark(checkpoint), checkpoint / "target_adapter/adapter_model.safetensors"
+    before, file = pipeline.adapter_mark(checkpoint), checkpoint / "target_adapter/adapter_model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
-    assert before and train_and_export.adapter_mark(checkpoint) != before
+    assert before and pipeline.adapter_mark(checkpoint) != before
 
 
 def test_validation_over_the_adapted_target_is_that_of_the_run(tiny_target_dir, output, tmp_path, capsys):

@@ -1,0 +1,328 @@
+"""``run``: train, validate, export in one call. The command behind ``train_eagle3_and_export.sh`` calls it.
+
+Each stage that is complete is passed over, so that the same call goes on after Ctrl-C at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelopt_eagle.common.console import ProgressBar, say, shown
+from modelopt_eagle.common.files import file_sha256, write_whole
+from modelopt_eagle.data.files import IN_MEMORY
+from modelopt_eagle.errors import ExportError, RecipeError
+from modelopt_eagle.recipe import Recipe, as_recipe
+
+if TYPE_CHECKING:
+    from modelopt_eagle.target import RunningTarget, TableTarget
+    from modelopt_eagle.training.trainer import OnStep, TrainingResult
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What :func:`run` leaves behind.
+
+    Attributes:
+        recipe: as it was used, with what was given in Python written in.
+        training: see :class:`~modelopt_eagle.training.TrainingResult`; its ``finished`` is false after a stop.
+        acceptance: the content of ``report/acceptance.json``; ``None`` after a dry run or a stop, and on all processes
+            but the first.
+        export_path: the folder that engines load; ``None`` where nothing was exported.
+    """
+
+    recipe: Recipe
+    training: TrainingResult
+    acceptance: dict[str, Any] | None = None
+    export_path: Path | None = None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Measured by decoding, ``None`` if it was not."""
+        return None if self.acceptance is None else self.acceptance["acceptance_length"]
+
+    @property
+    def below_bound(self) -> bool:
+        """Whether the acceptance length is below ``validation.ar_lower_bound``."""
+        bound, length = self.recipe.validation.ar_lower_bound, self.acceptance_length
+        return bound is not None and length is not None and length < bound
+
+
+def run(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    target: Any = None,
+    data: Any = None,
+    *,
+    eval_data: Any = None,
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+) -> RunResult:
+    """Train a head, measure its acceptance length by decoding, and export it.
+
+    Args:
+        recipe, target, data, eval_data, on_step, quiet: as for :func:`modelopt_eagle.train`. A target that is given
+            is also the one that validation decodes with.
+
+    Returns:
+        what was trained, measured and written.
+
+    Raises:
+        EagleError: bad input; what export or validation would refuse is said before training.
+    """
+    from modelopt_eagle.training import train
+    from modelopt_eagle.training.given import take
+    from modelopt_eagle.training.run import finished_state
+
+    recipe, given = take(as_recipe(recipe), target, data, eval_data)
+    first = int(os.environ.get("RANK", 0)) == 0
+    with shown(first and not quiet):
+        if finished_state(recipe) is None:
+            check_export_path(recipe)
+            check_cuda_graph(recipe)
+            check_rope_scaling(recipe)
+        result = train(
+            recipe, target=given.target, data=given.data, eval_data=given.eval_data, on_step=on_step, quiet=quiet
+        )
+        untrained = recipe.training.dry_run and not result.finished  # a finished run is reported as it is
+        if not (result.finished or untrained) or not first:
+            return RunResult(recipe, result)
+        measured = None if untrained else validate(recipe, result, given.target)
+        export(recipe, result, measured, given.target)
+    return RunResult(recipe, result, measured, recipe.export_path)
+
+
+def export_stamp(recipe: Recipe) -> Path:
+    """The file in the output folder that says which export folder this run has claimed, and what lies in it."""
+    return Path(recipe.training.output_dir) / "report" / "exported.json"
+
+
+def may_replace(recipe: Recipe) -> bool:
+    """Whether the export folder may be replaced: the recipe says so, or an earlier start of this run made it."""
+    stamp = export_stamp(recipe)
+    if recipe.export.overwrite or not stamp.is_file():
+        return recipe.export.overwrite
+    return json.loads(stamp.read_text(encoding="utf-8"))["path"] == str(recipe.export_path.resolve())
+
+
+def check_export_path(recipe: Recipe) -> None:
+    """Refuse before training what export would refuse after it.
+
+    Raises:
+        ExportError: the export folder is in use and may not be replaced.
+    """
+    from modelopt_eagle.export.folders import is_export
+
+    path = recipe.export_path
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not may_replace(recipe):
+        raise ExportError(
+            f"{path} exists already: set export.overwrite=true to replace it at the end, or name another export.path"
+        )
+    if not is_export(path):
+        raise ExportError(f"{path} holds files that no export writes: name another export.path")
+
+
+def check_cuda_graph(recipe: Recipe) -> None:
+    """Refuse before training what validation would refuse after it.
+
+    Raises:
+        RecipeError: a CUDA graph is asked for, and the target will not lie on a CUDA device.
+    """
+    import torch
+
+    device = recipe.model.device
+    if recipe.validation.cuda_graph == "on" and (device == "cpu" or not torch.cuda.is_available()):
+        raise RecipeError(
+            f"validation.cuda_graph is on, but there is no CUDA device here or model.device is not one ({device}): "
+            "set validation.cuda_graph: auto, or off"
+        )
+
+
+def check_rope_scaling(recipe: Recipe) -> None:
+    """Refuse before training a scaling that export would refuse after it.
+
+    Raises:
+        CheckpointError: see :func:`~modelopt_eagle.draft.rotary.check_scaling`.
+    """
+    from modelopt_eagle.draft.rotary import check_scaling
+
+    if recipe.export.rope_scaling is not None:
+        check_scaling(recipe.export.rope_scaling)
+
+
+def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | None = None) -> dict[str, Any]:
+    """Measure the best checkpoint by decoding, and write ``report/acceptance.json``; a finished measurement is kept.
+
+    Args:
+        recipe: of the run.
+        result: of its training.
+        target: the loaded target, if it is not to be loaded.
+
+    Returns:
+        the content of ``acceptance.json``.
+    """
+    from modelopt_eagle.data import load_prompts
+    from modelopt_eagle.export import load_draft
+    from modelopt_eagle.kernels.recorder import graph_switch
+    from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.lora import merge_adapter
+    from modelopt_eagle.validation import measure_acceptance
+
+    section, file = recipe.validation, result.output_dir / "report" / "acceptance.json"
+    stamp, mark = file.with_name("measured.json"), measurement_mark(recipe, result.best_checkpoint)
+    if file.is_file() and stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == mark:
+        say(f"{file}: measured already")
+        return json.loads(file.read_text(encoding="utf-8"))
+    source = section.dataset or ("quickstart" if section.prompts == "shipped" else section.prompts)
+    prompts = load_prompts(source, section.num_samples, images=True)
+    if target is None:
+        target = load_target(**recipe.model.decoding_arguments())
+    if (adapter := own_adapter(result.best_checkpoint)) is not None:
+        merge_adapter(target, adapter)
+    identity = target.identity()
+    module = load_draft(
+        result.best_checkpoint,
+        vocab_size=identity.vocab_size,
+        tokenizer_hash=identity.tokenizer_hash,
+        dtype=target.dtype,
+    )
+    bar = ProgressBar(len(prompts), "validate", "prompts", log_every=5.0)
+    report = measure_acceptance(
+        target,
+        module.to(target.device).eval(),
+        prompts,
+        num_steps=section.num_steps,
+        max_new_tokens=section.max_new_tokens,
+        batch_size=section.batch_size,
+        mode=section.mode,
+        topk=section.topk,
+        depth=section.tree_depth if section.mode == "tree" else None,
+        num_nodes=section.num_nodes,
+        speedup_prompts=section.speedup_prompts,
+        seed=section.seed,
+        on_batch=bar.advance,
+        cuda_graph=graph_switch(section.cuda_graph),
+    )
+    say(report.table())
+    report.write_json(file)
+    write_whole(stamp, json.dumps(mark, indent=1) + "\n")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def measurement_mark(recipe: Recipe, checkpoint: Path) -> dict:
+    """What a measurement was made of: the head's bytes, the prompts, and the options."""
+    section = recipe.validation.model_dump(mode="json", exclude={"ar_lower_bound"})
+    prompts = Path(recipe.validation.prompts)
+    return {
+        "weights": file_sha256(checkpoint / "model.safetensors"),
+        **adapter_mark(checkpoint),
+        "prompts": file_sha256(prompts) if prompts.is_file() else None,
+        "validation": section,
+    }
+
+
+def own_adapter(checkpoint: Path) -> Path | None:
+    """The folder of the target's adapter in a checkpoint, if the run trained one."""
+    from modelopt_eagle.target.lora import FOLDER
+
+    return checkpoint / FOLDER if (checkpoint / FOLDER).is_dir() else None
+
+
+def adapter_mark(checkpoint: Path) -> dict:
+    """What tells one adapter from another; empty without one."""
+    from modelopt_eagle.target.lora import WEIGHTS
+
+    adapter = own_adapter(checkpoint)
+    return {} if adapter is None else {"target_adapter": file_sha256(adapter / WEIGHTS)}
+
+
+def export(
+    recipe: Recipe, result: TrainingResult, measured: dict[str, Any] | None, target: TableTarget | None = None
+) -> None:
+    """Write the folder that engines load, unless it holds this checkpoint already; then upload it if asked to.
+
+    Args:
+        recipe: of the run.
+        result: of its training.
+        measured: what :func:`validate` returned, for the card.
+        target: the loaded target, if its tables are not to be read from its files.
+    """
+    from modelopt_eagle.export import export_checkpoint, load_draft
+    from modelopt_eagle.export.card import licence_of
+    from modelopt_eagle.target import load_target_tables
+    from modelopt_eagle.target.lora import FOLDER, check_adapter
+
+    section, path, stamp = recipe.export, recipe.export_path, export_stamp(recipe)
+    mark = {
+        "path": str(path.resolve()),
+        "weights": file_sha256(result.best_checkpoint / "model.safetensors"),
+        **adapter_mark(result.best_checkpoint),
+        "acceptance": measured,
+        "export": section.model_dump(mode="json", exclude={"overwrite"}),
+    }
+    if stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == mark and (path / "config.json").is_file():
+        say(f"{path}: exported already")
+        return
+    check_export_path(recipe)
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(stamp, json.dumps({"path": mark["path"]}) + "\n")  # from here on the folder is this run's to replace
+    if target is None:
+        target = load_target_tables(**{**recipe.model.table_arguments("cpu"), "dtype": recipe.model.dtype})
+    module = load_draft(result.best_checkpoint)
+    card = {
+        **(measured or {}),
+        "data": data_facts(recipe, result),
+        "recipe": recipe_facts(recipe),
+        "training_steps": result.steps,
+        "target_license": licence_of(recipe.model.base_model),
+    }
+    report = export_checkpoint(
+        module,
+        None,
+        path,
+        target=target,
+        dtype=target.embedding_weight.dtype if section.dtype == "auto" else section.dtype,
+        layer_names=section.layer_names,
+        rope_scaling=section.rope_scaling,
+        overwrite=True,  # check_export_path has refused what may not be replaced
+        report=card,
+        adapter=own_adapter(result.best_checkpoint),
+    )
+    if own_adapter(result.best_checkpoint) is not None:
+        model = recipe.model
+        check_adapter(path / FOLDER, model.base_model, model.revision, model.trust_remote_code)
+    for note in report.notes:
+        say(f"note: {note}")
+    if section.push_to_hub is not None:
+        from modelopt_eagle.export.hub import push_to_hub
+
+        say(f"uploaded to {push_to_hub(path, section.push_to_hub)}")
+    write_whole(stamp, json.dumps(mark, indent=1) + "\n")
+
+
+def data_facts(recipe: Recipe, result: TrainingResult) -> str | None:
+    """For the card: the names of the training files, without their folders, and what was read of them."""
+    paths = recipe.data.train_path if isinstance(recipe.data.train_path, list) else [recipe.data.train_path]
+    if not result.header:
+        return None
+    names = ", ".join("rows given in Python" if path == IN_MEMORY else Path(path).name for path in paths)
+    if recipe.data.offline_data_path:
+        names = "stored features"
+    return f"{names}; {result.header[0].removeprefix('data: ')}"
+
+
+def recipe_facts(recipe: Recipe) -> str:
+    """For the card: each setting of head, training and adapters that is not the default, paths left out."""
+    facts = []
+    for section in ("eagle", "training", "target_lora"):
+        values = getattr(recipe, section)
+        for key, field in type(values).model_fields.items():
+            value = getattr(values, key)
+            if value != field.get_default(call_default_factory=True) and not key.endswith(("_path", "_dir")):
+                facts.append(f"{section}.{key}={json.dumps(value)}")
+    return ", ".join(f"`{fact}`" for fact in facts) or "the defaults"
