@@ -7,7 +7,8 @@ from modelopt_eagle.data.encode import TokenizedRow
 from modelopt_eagle.data.prompts import Prompt, load_prompts
 from modelopt_eagle.data.report import DataReport
 from modelopt_eagle.data.roles import Message
-from modelopt_eagle.data.template import render_text, template_hash
+from modelopt_eagle.data.template import render_text
+from modelopt_eagle.target.identity import template_hash
 
 __all__ = [
     "Conversation",

@@ -1,31 +1,52 @@
 """Conversations out of files: both schemas, roles mapped by name, every row accounted for."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows, rows_in_memory
 from modelopt_eagle.data.report import DataReport, RowRejected
-from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, refuse_what_is_not_rendered, row_id
+from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, row_id
+from modelopt_eagle.data.tools import tools_of
 from modelopt_eagle.errors import DataError
+from modelopt_eagle.target.chat import check_arguments
 
 _NAMES: dict[str, str | Path] = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order; the last one is an assistant's. ``place`` is the file and line it came from."""
+    """Turns in order; the last one is an assistant's.
+
+    Attributes:
+        id: unique in its data set.
+        messages: the turns.
+        category: what the row says of itself, else ``"all"``.
+        place: the file and line it came from.
+        tools: descriptions of tools, which the template renders.
+        template_arguments: variables of the template for this conversation alone, such as ``enable_thinking``; they
+            win over those of the run.
+    """
 
     id: str
     messages: tuple[Message, ...]
     category: str = "all"
     place: str = ""
+    tools: tuple[dict, ...] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompted(self) -> list[int]:
-        """Indices of the assistant turns that have a user turn before them: the ones to learn from."""
+        """Indices of the assistant turns that have a user turn before them: what a target could have written."""
         first_user = next((i for i, message in enumerate(self.messages) if message.role == "user"), len(self.messages))
         return [i for i, message in enumerate(self.messages) if message.role == "assistant" and i > first_user]
+
+    @property
+    def learned(self) -> list[int]:
+        """Those of them that the data do not mark as not to be learned."""
+        return [i for i in self.prompted if self.messages[i].learned is not False]
 
 
 @dataclass
@@ -89,44 +110,95 @@ def _collect(
     for name, role in (role_aliases or {}).items():
         if role not in ("system", "user", "assistant"):
             raise DataError(f"the role alias {name}={role} must map to system, user or assistant")
-    report, kept, seen = DataReport(), [], set()
+    report, kept, seen = DataReport(), [], {}
     for index, row in enumerate(rows):
         if max_rows is not None and index >= max_rows:
             break
         report.read += 1
         try:
-            conversation = _conversation(row, index, role_aliases, report)
-            if conversation.id in seen:
-                raise RowRejected("duplicate_id", f"{row.place}: the id {conversation.id!r} is taken by an earlier row")
+            conversation = _unique(_conversation(row, index, role_aliases, report), row, seen, report)
         except RowRejected as error:
             if error.reason == "unknown_role" and unknown_role == "fail":
                 raise
             report.drop(error.reason, str(error))
             continue
-        seen.add(conversation.id)
+        seen[conversation.id] = (row.source, conversation.messages)
         kept.append(conversation)
     if not kept:
-        reasons = "; ".join(report.examples.values()) or "no rows"
-        raise DataError(f"no usable conversation among {report.read} rows: {reasons}")
+        raise DataError(f"no usable conversation among {report.read} rows: {report.reasons() or 'no rows'}")
     return ConversationSet(kept, report)
 
 
+def _unique(conversation: Conversation, row: SourceRow, seen: Mapping, report: DataReport) -> Conversation:
+    """The conversation with an id that is not taken: ids of different files may both begin at 0.
+
+    Raises:
+        RowRejected: ``duplicate_id`` for an id that stands twice in one file, or the same conversation in two.
+    """
+    if conversation.id not in seen:
+        return conversation
+    source, messages = seen[conversation.id]
+    if source == row.source or messages == conversation.messages:
+        raise RowRejected("duplicate_id", f"{row.place}: the id {conversation.id!r} is taken by an earlier row")
+    renamed = replace(conversation, id=f"{conversation.id}@{row.source + 1}")
+    if renamed.id in seen:
+        raise RowRejected("duplicate_id", f"{row.place}: the ids {conversation.id!r} and {renamed.id!r} are taken")
+    report.note("ids_renamed", f"{row.place}: {conversation.id!r} is taken by another file, now {renamed.id!r}")
+    return renamed
+
+
 def _conversation(row: SourceRow, index: int, aliases: Mapping[str, str] | None, report: DataReport) -> Conversation:
-    messages = messages_of(row, aliases)
-    refuse_what_is_not_rendered(row)
+    messages = messages_of(row, aliases, report)
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
     conversation = Conversation(
-        row_id(row, index), tuple(messages[: last + 1]), str(row.value.get("category") or "all"), row.place
+        row_id(row, index),
+        tuple(messages[: last + 1]),
+        str(row.value.get("category") or "all"),
+        row.place,
+        tools_of(row.value, row.place),
+        template_arguments_of(row),
     )
     refuse_half_characters(row.place, conversation.id, conversation.category)
     prompted = conversation.prompted
     if not prompted:
         raise RowRejected("no_assistant_turn", f"{row.place}: no assistant turn that answers a user")
-    empty = next((i for i in prompted if not messages[i].content.strip()), None)
+    learned = conversation.learned
+    if not learned:
+        raise RowRejected("nothing_to_learn", f"{row.place}: every answer is marked as not to be learned")
+    empty = next((i for i in learned if not _says_something(messages[i])), None)
     if empty is not None:
         raise RowRejected("empty_answer", f"{row.place}, turn {empty}: the assistant's text is empty")
     assistants = sum(message.role == "assistant" for message in conversation.messages)
     report.notes["leading_assistant_turns_not_learned"] += assistants - len(prompted)
+    report.notes["answers_marked_as_not_learned"] += len(prompted) - len(learned)
     report.notes["trailing_turns_cut"] += len(messages) - last - 1
     report.notes += type(report.notes)()  # forget the zeros
     return conversation
+
+
+def _says_something(message: Message) -> bool:
+    """Whether there is something to learn in an answer; reasoning alone only where the answer was cut."""
+    return bool(message.content.strip() or message.tool_calls or (message.cut and message.reasoning))
+
+
+def template_arguments_of(row: SourceRow) -> dict[str, Any]:
+    """The template's arguments that a row brings: ``chat_template_kwargs``, as servers take them.
+
+    Raises:
+        RowRejected: ``malformed_message`` for anything but an object of plain values.
+    """
+    arguments = row.value.get("chat_template_kwargs") or row.value.get("template_arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            pass
+    if not isinstance(arguments, Mapping):
+        raise RowRejected(
+            "malformed_message", f"{row.place}: `chat_template_kwargs` must be an object, found {arguments!r:.80}"
+        )
+    try:
+        check_arguments(arguments, f"{row.place}: `chat_template_kwargs`")
+    except DataError as error:
+        raise RowRejected("malformed_message", str(error)) from error
+    return dict(arguments)

@@ -11,16 +11,18 @@ from pathlib import Path
 
 from modelopt_eagle.data.conversations import Conversation, ConversationSet, conversations_of, read_conversations
 from modelopt_eagle.data.encode import (
-    SpecialIds,
     TokenizedRow,
     apply_generation_tags,
+    encode_pictured,
     encode_rows,
     uses_generation_tags,
 )
 from modelopt_eagle.data.images import expand_images
 from modelopt_eagle.data.report import DataReport, RowRejected
-from modelopt_eagle.data.template import RenderedRow, render_conversation, template_hash
+from modelopt_eagle.data.served import RenderedRow, Supervision, render_conversation
+from modelopt_eagle.data.special import SpecialTokens
 from modelopt_eagle.errors import DataError
+from modelopt_eagle.target.identity import template_hash
 
 _CHUNK = 128  # conversations tokenised in one call
 
@@ -59,6 +61,7 @@ class _Options:
     end_token_ids: tuple[int, ...]
     supervise_cut_ends: bool
     vision: object | None
+    supervision: Supervision
 
 
 def render(tokenizer, conversation: Conversation, **options) -> list[TokenizedRow]:
@@ -81,6 +84,8 @@ def tokenize_conversations(
     overlong: str = "truncate",
     end_token_ids: Sequence[int] = (),
     supervise_cut_ends: bool = False,
+    supervise_reasoning: bool = True,
+    supervise_tool_calls: bool = True,
     workers: int = 1,
     vision=None,
 ) -> TokenizedDataset:
@@ -94,6 +99,8 @@ def tokenize_conversations(
         end_token_ids: what the target stops at besides the tokenizer's own special tokens (its generation config).
         supervise_cut_ends: also learn the end-of-turn token that a template puts behind answers with
             ``finish_reason: length``, although the target did not write it.
+        supervise_reasoning: learn the reasoning in front of an answer; False makes it context.
+        supervise_tool_calls: learn the calls of tools; False makes them context.
         workers: processes that render; 1 renders here.
         vision: ``Target.vision``, which reads the images of conversations; without it those with images are dropped.
 
@@ -112,7 +119,8 @@ def tokenize_conversations(
     else:
         items, report = list(conversations), DataReport(read=len(conversations))
     report = _continued(report, max_length)
-    options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends, vision)
+    supervision = Supervision(supervise_reasoning, supervise_tool_calls)
+    options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends, vision, supervision)
     chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
     rows: list[TokenizedRow] = []
     for part, partial in _map(tokenizer, chunks, options, workers):
@@ -120,7 +128,7 @@ def tokenize_conversations(
         _add(report, partial)
     report.check_complete()
     if not report.supervised:
-        reasons = "; ".join(report.examples.values()) or "the answers are empty"
+        reasons = report.reasons() or "the answers are empty"
         raise DataError(f"no supervised token in {report.read} conversations, there is nothing to train on: {reasons}")
     if report.supervised == report.tokens:
         warnings.warn(
@@ -171,7 +179,8 @@ def _map(tokenizer, chunks, options: _Options, workers: int):
 def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _Options):
     """Rows of some conversations, and the counts they add to the report."""
     report = DataReport(max_length=options.max_length)
-    rendered, origins = [], []
+    special = SpecialTokens.of(tokenizer, options.end_token_ids)
+    rendered: list[list[RenderedRow]] = []
     for conversation in conversations:
         try:
             if options.vision is None and any(message.images for message in conversation.messages):
@@ -179,59 +188,70 @@ def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _
                     "image_without_processor",
                     "the row has images, and the target reads none, or its features come from an engine or a server",
                 )
-            texts = render_conversation(tokenizer, conversation)
+            rendered.append(render_conversation(tokenizer, conversation, special, options.supervision))
         except RowRejected as error:
-            place = conversation.place or conversation.id
-            report.drop(error.reason, str(error) if place in str(error) else f"{place}: {error}")
-            continue
-        report.fanned_out += len(texts) - 1
-        rendered += texts
-        origins += [conversation] * len(texts)
-    special = SpecialIds.of(tokenizer, options.end_token_ids)
-    encoded, notes = encode_rows(
-        tokenizer, [row for row in rendered if not row.pictured], special, options.supervise_cut_ends
-    )
-    encodings, tagged = iter(encoded), uses_generation_tags(tokenizer) and tokenizer.is_fast
+            _drop(report, error, conversation)
+    plain = [row for texts in rendered for row in texts if not row.pictured]
+    encoded = iter(encode_rows(tokenizer, plain, special, report, options.supervise_cut_ends))
     rows = []
-    for text, origin in zip(rendered, origins, strict=True):
-        try:
-            if text.pictured:
-                ids, flags, images = _encode_with_images(tokenizer, text, special, options, notes, origin.place)
-            else:
-                (ids, flags), images = next(encodings), None
-                if tagged:
-                    flags = apply_generation_tags(tokenizer, text, ids, flags, origin.place)
-            row = TokenizedRow(text.id, origin.category, ids, flags, 0, images)
-            row = _fit(row, options, report, origin.place)
-        except RowRejected as error:
-            report.drop(error.reason, str(error))
-            continue
-        report.notes["cut_answers"] += sum(span.cut for span in text.spans)
-        report.rows += 1
-        report.tokens += len(row.input_ids)
-        report.supervised += sum(row.supervised)
-        rows.append(row)
-    report.notes += notes  # and forget the zeros
+    for texts in rendered:
+        pieces = [(text, piece) for text in texts for piece in ([(None, None)] if text.pictured else next(encoded))]
+        report.fanned_out += len(pieces) - 1
+        for number, (text, piece) in enumerate(pieces):
+            name = text.id if len(pieces) == 1 else f"{text.id}#{number}"
+            try:
+                rows.append(_row(tokenizer, text, piece, name, special, options, report))
+            except RowRejected as error:
+                _drop(report, error, text.conversation)
     return rows, report
 
 
-def _encode_with_images(
-    tokenizer, row: RenderedRow, special: SpecialIds, options: _Options, notes: Counter, place: str
-):
-    """Ids, flags and images of one rendered row; the place is put before what a rejection says."""
-    try:
-        expanded, wanted = expand_images(row, options.vision)
-    except RowRejected as error:
-        raise RowRejected(error.reason, f"{place}: {error}") from error
-    ((ids, flags),), counted = encode_rows(tokenizer, [expanded], special, options.supervise_cut_ends)
-    notes += counted
+def _drop(report: DataReport, error: RowRejected, conversation: Conversation) -> None:
+    """Count a row as left out; its place is put before what the rejection says."""
+    place = conversation.place or conversation.id
+    report.drop(error.reason, str(error) if place in str(error) else f"{place}: {error}")
+
+
+def _row(tokenizer, text: RenderedRow, piece, name: str, special: SpecialTokens, options: _Options, report: DataReport):
+    """One row of the data set, counted.
+
+    Raises:
+        RowRejected: it cannot be used.
+    """
+    conversation = text.conversation
+    if isinstance(piece, RowRejected):
+        raise piece
+    if text.pictured:
+        ids, flags, images = _encode_with_images(tokenizer, text, special, options, report)
+    else:
+        (ids, flags), images = piece, None
+        if uses_generation_tags(tokenizer) and tokenizer.is_fast:
+            flags = apply_generation_tags(tokenizer, text, ids, flags, conversation.place)
+    row = TokenizedRow(name, conversation.category, ids, flags, 0, images, dict(conversation.template_arguments))
+    row = _fit(row, options, report, conversation.place)
+    if name == text.id or name.endswith("#0"):
+        for note in text.notes:
+            report.note(note)
+        report.notes["cut_answers"] += sum(message.cut for message in conversation.messages)
+    report.rows += 1
+    report.tokens += len(row.input_ids)
+    report.supervised += sum(row.supervised)
+    report.notes += Counter()  # forget the zeros
+    return row
+
+
+def _encode_with_images(tokenizer, row: RenderedRow, special: SpecialTokens, options: _Options, report: DataReport):
+    """Ids, flags and images of one rendered row."""
+    place, cut_ends = row.conversation.place, options.supervise_cut_ends
+    expanded, wanted = expand_images(row, options.vision)
+    ids, flags = encode_pictured(tokenizer, expanded, special, report, cut_ends)
     if ids != wanted:
         raise RowRejected(
-            "image_refused", f"{place}: the target's processor gives other token ids than its tokenizer for this text"
+            "image_refused", "the target's processor gives other token ids than its tokenizer for this text"
         )
     if uses_generation_tags(tokenizer) and tokenizer.is_fast:
         # the tags are read from the row as rendered; answers hold no placeholder, so its supervised tokens are the same
-        ((short, before),), _ = encode_rows(tokenizer, [row], special, options.supervise_cut_ends)
+        short, before = encode_pictured(tokenizer, row, special, DataReport(), cut_ends)
         after = apply_generation_tags(tokenizer, row, short, list(before), place)
         marks = iter([mark for mark, flag in zip(after, before, strict=True) if flag])
         flags = [flag and next(marks) for flag in flags]

@@ -8,7 +8,7 @@ character, not from the file's ending.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelopt_eagle.common.package import require_extra
@@ -26,11 +26,19 @@ _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
 
 @dataclass(frozen=True)
 class SourceRow:
-    """One JSON object and where it stands, for messages; ``folder``: what file names in it are relative to."""
+    """One JSON object.
+
+    Attributes:
+        value: the object.
+        place: where it stands, for messages.
+        folder: what file names in it are relative to.
+        source: number of the file or data set it came from, counted from 0.
+    """
 
     value: dict
     place: str
     folder: Path | None = None
+    source: int = 0
 
 
 def read_rows(
@@ -50,7 +58,7 @@ def read_rows(
         sources = [sources]
     if not sources:
         raise DataError("no data file was given; name at least one .jsonl file (data.path in the recipe, --data here)")
-    for source in sources:
+    for number, source in enumerate(sources):
         if source == IN_MEMORY:
             raise DataError(
                 "the rows of this recipe were given in Python: name a file as data.train_path, or give data= again"
@@ -60,13 +68,17 @@ def read_rows(
         if path.is_dir():
             raise DataError(f"{source} is a folder; a .jsonl or .json file was expected (several files may be listed)")
         if path.is_file():
-            yield from _read_file(path)
+            yield from _numbered(_read_file(path), number)
         elif _HUB_NAME.match(str(source)) and not str(source).split(":")[0].endswith(_FILE_ENDINGS):
-            yield from _read_hub(str(source))
+            yield from _numbered(_read_hub(str(source)), number)
         else:
             raise DataError(
                 f"{source}: no such file; give an existing .jsonl or .json file, or a hub data set as owner/name"
             )
+
+
+def _numbered(rows: Iterator[SourceRow], source: int) -> Iterator[SourceRow]:
+    return (replace(row, source=source) for row in rows) if source else rows
 
 
 def rows_in_memory(rows: Iterable[Mapping | Sequence[Mapping]], name: str = "rows") -> Iterator[SourceRow]:

@@ -9,8 +9,13 @@ REASONS = {
     "no_messages": "no turns under `messages` or `conversations`",
     "malformed_message": "a turn without role and text",
     "non_text_content": "a turn whose content is neither text nor images",
-    "tool_role": "tool use",
-    "separate_reasoning": "reasoning in a field of its own",
+    "tool_role": "tool use that cannot be rendered",
+    "separate_reasoning": "reasoning that cannot be rendered where the target writes it",
+    "reasoning_missing": "the generation prompt begins reasoning, and the answer has none",
+    "words_changed": "the chat template changes the assistant's own words",
+    "written_ids_differ": "the rendering does not give back the token ids that were written",
+    "boundary_unclear": "the answer's tokens behind the prompt cannot be told",
+    "nothing_to_learn": "every answer is marked as not to be learned",
     "unknown_role": "a role that is neither known nor aliased",
     "no_assistant_turn": "nothing to learn from",
     "empty_answer": "an assistant turn without text",
@@ -49,7 +54,7 @@ class DataReport:
     Attributes:
         read: conversations found in the files.
         dropped: reason → conversations (or, of a conversation rendered as several rows, rows) left out.
-        examples: reason → message of the first one, with file and line.
+        examples: reason (or note) → message of the first one, with file and line.
         notes: what was changed without dropping a row, such as ``trailing_turns_cut``; name → count.
         rows: tokenised rows kept.
         fanned_out: rows beyond the first of a conversation whose template rewrites history.
@@ -74,6 +79,16 @@ class DataReport:
         """Count a row as left out."""
         self.dropped[reason] += 1
         self.examples.setdefault(reason, message)
+
+    def reasons(self) -> str:
+        """What is said of the first dropped row of each reason, in one line."""
+        return "; ".join(self.examples[reason] for reason in self.dropped)
+
+    def note(self, name: str, message: str | None = None, count: int = 1) -> None:
+        """Count something that was changed without dropping a row; ``message`` tells of the first one."""
+        self.notes[name] += count
+        if message is not None:
+            self.examples.setdefault(name, message)
 
     @property
     def supervised_share(self) -> float:
@@ -102,7 +117,9 @@ class DataReport:
             lines.append(
                 f"  {self.fanned_out} more rows: the template rewrites history, each answer has a row of its own"
             )
-        lines += [f"  {name.replace('_', ' ')}: {count}" for name, count in sorted(self.notes.items())]
+        for name, count in sorted(self.notes.items()):
+            first = f", first: {self.examples[name]}" if name in self.examples else ""
+            lines.append(f"  {name.replace('_', ' ')}: {count}{first}")
         lines += [
             f"  dropped {count} ({reason}: {REASONS.get(reason, '')}), first: {self.examples[reason]}"
             for reason, count in sorted(self.dropped.items())

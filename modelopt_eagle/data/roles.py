@@ -4,13 +4,16 @@
 found per row.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from modelopt_eagle.data.files import SourceRow
 from modelopt_eagle.data.images import Image, fill_in, parts_of
-from modelopt_eagle.data.report import RowRejected
+from modelopt_eagle.data.report import DataReport, RowRejected
+from modelopt_eagle.data.tools import tool_call, tool_calls_of
+from modelopt_eagle.data.turn_fields import finish_reason, is_learned, reasoning_of, unread_keys
 
 ROLE_ALIASES: dict[str, str] = {
     "system": "system", "developer": "system",
@@ -19,9 +22,13 @@ ROLE_ALIASES: dict[str, str] = {
 }  # fmt: skip
 """Role names that are understood without being told, lower case."""
 
-TOOL_ROLES = frozenset(
-    {"tool", "function", "function_call", "function_response", "observation", "ipython", "tool_call", "tool_response"}
-)
+RESULT_ROLES = frozenset({"tool", "function", "function_response", "observation", "ipython", "tool_response"})
+"""Role names of a tool's result, lower case."""
+
+CALL_ROLES = frozenset({"function_call", "tool_call"})
+"""Role names of a turn whose text is a call, as JSON."""
+
+TOOL_ROLES = RESULT_ROLES | CALL_ROLES
 _MESSAGE_KEYS = ("messages", "conversations")
 
 
@@ -30,16 +37,32 @@ class Message:
     """One turn.
 
     Attributes:
-        role: system, user or assistant.
+        role: system, user, assistant or tool.
         content: its text; of a turn with images, all its texts.
         finish_reason: ``"length"`` for an answer that was cut before the target ended it.
         parts: texts and images in their order, of a turn with images; else empty.
+        reasoning: what the assistant wrote before its content, where the data keep it apart.
+        tool_calls: calls of the assistant, in the form of :mod:`modelopt_eagle.data.tools`.
+        tool_call_id, name: of a tool's result, which call it answers and by which tool.
+        learned: whether the data say that this answer is to be learned; ``None``: they say nothing.
+        token_ids: what the target wrote for this answer, its end token included; ``None`` if only the text is known.
     """
 
     role: str
     content: str
     finish_reason: str | None = None
     parts: tuple[str | Image, ...] = ()
+    reasoning: str | None = None
+    tool_calls: tuple[dict, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    learned: bool | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer was cut before the target ended it."""
+        return self.finish_reason == "length"
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -47,40 +70,66 @@ class Message:
         return tuple(part for part in self.parts if isinstance(part, Image))
 
 
-def messages_of(row: SourceRow, aliases: Mapping[str, str] | None = None) -> list[Message]:
-    """The turns of a row, in order, roles mapped to system, user or assistant.
+def messages_of(
+    row: SourceRow, aliases: Mapping[str, str] | None = None, report: DataReport | None = None
+) -> list[Message]:
+    """The turns of a row, in order, roles mapped to system, user, assistant or tool.
 
     Args:
-        row: a ``messages`` or ``conversations`` row; a text under ``system`` becomes the first turn.
+        row: a ``messages`` or ``conversations`` row; a text under ``system`` or ``system_prompt`` becomes the
+            first turn.
         aliases: more role names, such as ``{"my_model_v2": "assistant"}``; they win over ``ROLE_ALIASES``.
+        report: takes the names of keys that are not read.
 
     Raises:
         RowRejected: reasons ``no_messages``, ``malformed_message``, ``tool_role``, ``unknown_role``,
-            ``non_text_content``, and the ``image_…`` ones of :mod:`modelopt_eagle.data.images`.
+            ``separate_reasoning``, ``non_text_content``, and the ``image_…`` ones of :mod:`modelopt_eagle.data.images`.
     """
     value, place = row.value, row.place
     turns_key = next((key for key in _MESSAGE_KEYS if value.get(key)), None)
     if turns_key is None:
-        found = ", ".join(sorted(value)) or "nothing"
+        found = ", ".join(sorted(map(str, value))) or "nothing"
         raise RowRejected(
             "no_messages", f"{place}: expected a non-empty `messages` or `conversations` list, found the keys {found}"
         )
     turns = value[turns_key]
     if not isinstance(turns, list):
         raise RowRejected("malformed_message", f"{place}: `{turns_key}` must be a list, found {type(turns).__name__}")
-    messages = [_message(turn, f"{place}, turn {i}", aliases or {}, row.folder) for i, turn in enumerate(turns)]
+    report = DataReport() if report is None else report
+    messages = [_message(turn, f"{place}, turn {i}", aliases or {}, row.folder, report) for i, turn in enumerate(turns)]
+    _check_tool_turns(messages, place)
     messages = _with_row_images(messages, row)
-    system = value.get("system")
-    if isinstance(system, str) and system.strip() and messages[0].role != "system":
-        messages.insert(0, Message("system", system))
-    if (
-        value.get("finish_reason") == "length"
-        and messages[-1].role == "assistant"
-        and messages[-1].finish_reason is None
-    ):
-        messages[-1] = Message("assistant", messages[-1].content, "length")
-    refuse_half_characters(place, *(message.content for message in messages))
-    return messages
+    messages = _system_turns(value) + messages
+    ended, unknown = finish_reason(value)
+    if unknown is not None:
+        report.note("unknown_finish_reason", f"{place}: {unknown!r} is not known, taken as the end of a whole answer")
+    if ended == "length" and messages[-1].role == "assistant" and messages[-1].finish_reason is None:
+        messages[-1] = replace(messages[-1], finish_reason="length")
+    for message in messages:
+        calls = [json.dumps(call, ensure_ascii=False) for call in message.tool_calls]
+        refuse_half_characters(place, message.content, message.reasoning or "", message.name or "", *calls)
+    return messages[1:] if messages[:1] == messages[1:2] and messages[0].role == "system" else messages
+
+
+def _system_turns(value: Mapping) -> list[Message]:
+    """The texts that stand under ``system`` and ``system_prompt`` of a row, as turns."""
+    texts = [value.get(key) for key in ("system", "system_prompt")]
+    return [Message("system", text) for text in dict.fromkeys(texts) if isinstance(text, str) and text.strip()]
+
+
+def _check_tool_turns(messages: Sequence[Message], place: str) -> None:
+    """Refuse results that answer no call.
+
+    Raises:
+        RowRejected: ``tool_role``.
+    """
+    called = False
+    for index, message in enumerate(messages):
+        called = called or bool(message.tool_calls)
+        if message.role == "tool" and not called:
+            raise RowRejected(
+                "tool_role", f"{place}, turn {index}: the result of a tool use that no turn before it asked for"
+            )
 
 
 def refuse_half_characters(place: str, *texts: str) -> None:
@@ -99,28 +148,6 @@ def refuse_half_characters(place: str, *texts: str) -> None:
                 f"{place}: {half} is one half of a surrogate pair and no character (a text that was cut inside one?): "
                 "remove it",
             ) from error
-
-
-def refuse_what_is_not_rendered(row: SourceRow) -> None:
-    """Refuse what a row holds beside its texts and a server would have put before or into the answer.
-
-    Raises:
-        RowRejected: ``tool_role`` for descriptions of tools, ``separate_reasoning`` for reasoning in its own field.
-    """
-    for key in ("tools", "functions"):
-        if row.value.get(key) not in (None, [], {}, "", "[]", "{}", "null"):
-            raise RowRejected(
-                "tool_role", f"{row.place}: `{key}` describes tools, and these are not rendered: remove them"
-            )
-    turns: list[dict] = next((row.value[key] for key in _MESSAGE_KEYS if row.value.get(key)), [])
-    for index, turn in enumerate(turns):
-        field = next((name for name in ("reasoning_content", "thinking") if turn.get(name)), None)
-        if field is not None:
-            raise RowRejected(
-                "separate_reasoning",
-                f"{row.place}, turn {index}: the reasoning stands in `{field}`, so the content is not all that was "
-                "written: put it into the content, as the target writes it, or remove it",
-            )
 
 
 def row_id(row: SourceRow, index: int) -> str:
@@ -147,32 +174,108 @@ def _with_parts(message: Message, parts: tuple[str | Image, ...]) -> Message:
     return replace(message, content="".join(texts), parts=parts if len(texts) < len(parts) else ())
 
 
-def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None) -> Message:
+def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None, report: DataReport) -> Message:
     if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
-        found = ", ".join(sorted(turn)) if isinstance(turn, dict) else type(turn).__name__
+        found = ", ".join(sorted(map(str, turn))) if isinstance(turn, dict) else type(turn).__name__
         raise RowRejected(
             "malformed_message", f"{place}: expected an object with role/content or from/value, found {found}"
         )
     # either name of the list is met with either pair of keys
     role_key, text_key = ("role", "content") if "role" in turn else ("from", "value")
+    if text_key == "value" and "value" not in turn and "content" in turn:
+        text_key = "content"
     name = str(turn[role_key])
     role = aliases.get(name) or ROLE_ALIASES.get(name.lower())
-    if role is None and name.lower() in TOOL_ROLES or turn.get("tool_calls"):
-        raise RowRejected(
-            "tool_role",
-            f"{place}: tool use (role {name!r}) is not supported: its rendering differs between serving and training",
-        )
+    if role is None and name.lower() in CALL_ROLES:
+        if not isinstance(turn.get(text_key), str):
+            raise RowRejected("tool_role", f"{place}: tool use (role {name!r}) without a call in `{text_key}`")
+        calls = (tool_call(turn[text_key], place),)
+        return Message("assistant", "", tool_calls=calls, learned=is_learned(turn, place))
+    if role is None and name.lower() in RESULT_ROLES:
+        return Message("tool", _result_text(turn, text_key, place), name=_text_or_none(turn.get("name")),
+                       tool_call_id=_text_or_none(turn.get("tool_call_id")))  # fmt: skip
     if role is None:
         known = ", ".join(sorted({**ROLE_ALIASES, **aliases}))
         raise RowRejected(
             "unknown_role",
             f"{place}: unknown role {name!r}; known are {known}; map it with a role alias such as {name}=assistant",
         )
+    for key in unread_keys(turn):
+        report.note(f"unread_key_of_a_turn_{key}", f"{place}: nothing reads `{key}`")
+    message = Message(role, "")
+    if role == "assistant":
+        ended, unknown = finish_reason(turn)
+        if unknown is not None:
+            report.note(
+                "unknown_finish_reason", f"{place}: the finish reason {unknown!r} is not known: taken as a whole answer"
+            )
+        message = Message(
+            role,
+            "",
+            ended,
+            reasoning=reasoning_of(turn, place),
+            tool_calls=tool_calls_of(turn, place),
+            learned=is_learned(turn, place),
+            token_ids=_token_ids(turn.get("token_ids"), place),
+        )
+    elif turn.get("tool_calls") or turn.get("function_call"):
+        raise RowRejected("tool_role", f"{place}: tool use in a turn of role {name!r}: only the assistant calls tools")
     content = turn.get(text_key)
+    if content is None and message.tool_calls:
+        content = ""
+    if isinstance(content, list):
+        reasoning, content = split_reasoning(content, place)
+        if reasoning is not None:
+            if role != "assistant" or message.reasoning not in (None, reasoning):
+                raise RowRejected("separate_reasoning", f"{place}: reasoning among the parts and in another field")
+            message = replace(message, reasoning=reasoning)
     parts = parts_of(content, folder, place) if isinstance(content, list) else None
     if parts is not None:
-        return _with_parts(Message(role, "", turn.get("finish_reason")), parts)
+        return _with_parts(message, parts)
     if not isinstance(content, str):
         found = "parts of other types" if isinstance(content, list) else type(content).__name__
         raise RowRejected("non_text_content", f"{place}: `{text_key}` must be text, or texts and images; found {found}")
-    return Message(role, content, turn.get("finish_reason"))
+    return replace(message, content=content)
+
+
+def split_reasoning(content: list, place: str) -> tuple[str | None, list]:
+    """The reasoning among the parts of a content list, and the other parts; texts of other names become plain ones."""
+    reasoning, rest = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("thinking", "reasoning", "reasoning_text", "think"):
+            text = reasoning_of(
+                {"thinking": next((part[k] for k in ("thinking", "reasoning", "text") if part.get(k)), None)}, place
+            )
+            if rest:
+                raise RowRejected("separate_reasoning", f"{place}: reasoning behind a text, which no template renders")
+            reasoning += [text] if text else []
+        elif kind in ("output_text", "input_text"):
+            rest.append({"type": "text", "text": part.get("text", "")})
+        else:
+            rest.append({"type": "text", "text": part} if isinstance(part, str) else part)
+    return "".join(reasoning) or None, rest
+
+
+def _result_text(turn: Mapping, key: str, place: str) -> str:
+    """The text of a tool's result; an object is written as JSON, as servers do."""
+    content = turn.get(key)
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, (dict, list)):
+        return json.dumps(content, ensure_ascii=False)
+    if not isinstance(content, str):
+        raise RowRejected("tool_role", f"{place}: the result of a tool must be text, found {type(content).__name__}")
+    return content
+
+
+def _text_or_none(value) -> str | None:
+    return None if value is None else str(value)
+
+
+def _token_ids(value, place: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
+        raise RowRejected("malformed_message", f"{place}: `token_ids` must be a non-empty list of token ids")
+    return tuple(value)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from modelopt_eagle.target.chat import chat_settings
+
 MARKER_FILE = "modelopt_eagle_target.json"  # in converted folders: {"model": name, "revision": of the GGUF file}
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 
@@ -73,10 +75,12 @@ def tokenizer_hash(tokenizer) -> str:
 
 
 def template_hash(tokenizer) -> str:
-    """Hash of the chat template in effect, ``""`` if there is none."""
+    """Hash of the chat template in effect and of the arguments it is rendered with, ``""`` if there is no template."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return ""
-    return _digest(tokenizer.get_chat_template().encode())
+    arguments = chat_settings(tokenizer).arguments
+    given = json.dumps(arguments, sort_keys=True) if arguments else ""
+    return _digest((tokenizer.get_chat_template() + given).encode())
 
 
 def file_fingerprint(path: Path) -> str:

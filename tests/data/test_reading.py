@@ -167,9 +167,9 @@ def test_an_unknown_role_fails_is_dropped_or_is_mapped(tmp_path):
         ({"messages": [{"role": "assistant", "content": "unasked"}]}, "no_assistant_turn"),
         ({"messages": [GOOD["messages"][0], {"role": "assistant", "content": " \n"}]}, "empty_answer"),
         (GOOD | {"id": "row-000000"}, "duplicate_id"),
-        (GOOD | {"tools": [{"name": "f"}]}, "tool_role"),
+        (GOOD | {"tools": [{"title": "f"}]}, "tool_role"),
         (
-            {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]},
+            {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "4", "my_reasoning": "2+2"}]},
             "separate_reasoning",
         ),
     ],

@@ -146,24 +146,33 @@ def test_an_answer_ended_by_the_next_role_token():
     tokenizer = tokenizer_with(template)
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     (row,) = render(tokenizer, talk("a", "b", "c", "d"), end_token_ids=[start])
-    assert learned(tokenizer, row) == ["b<|im_start|>", "d"]
+    assert learned(tokenizer, row) == ["b<|im_start|>", "d<|im_start|>"]  # the last answer stops as any other
     (row,) = render(tokenizer, talk("a", "b", "c", "d"))  # a special token that is no end token
     assert learned(tokenizer, row) == ["b", "d"]
 
 
-def test_a_token_across_the_boundary_is_context():
+def test_an_answer_that_would_join_the_prompts_last_token_stands_behind_the_prompts_ids():
     tokenizer = make_word_tokenizer(CHATML_TEMPLATE)
-    data = tokenize_conversations(tokenizer, [talk("q", "\nanswer")])  # "\n\n" is one token
-    assert learned(tokenizer, data.rows[0]) == ["answer<|im_end|>"]
-    assert data.report.notes == {"boundary_tokens_as_context": 1}
+    data = tokenize_conversations(tokenizer, [talk("q", "\nanswer", "r", "b")])  # "\n\n" is one token
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=False
+    )
+    first, second = data.rows  # the server of the second turn reads the first one as one text
+    assert first.input_ids[: len(prompt)] == prompt and first.supervised.index(True) == len(prompt)
+    assert learned(tokenizer, first) == ["\nanswer<|im_end|>"] and learned(tokenizer, second) == ["b<|im_end|>"]
+    assert data.report.notes == {"answers_whose_tokens_need_a_row_of_their_own": 1}
+    assert (data.report.read, data.report.rows, data.report.fanned_out) == (1, 2, 1)
 
 
 @pytest.mark.parametrize("trim", [False, True])
 def test_a_boundary_token_is_found_even_if_offsets_hide_it(trim):
     tokenizer = make_word_tokenizer(PLAIN, trim_offsets=trim)  # "Bot: " + "hi there" makes the token " hi"
     data = tokenize_conversations(tokenizer, [talk("q", "hi there")])
-    assert learned(tokenizer, data.rows[0]) == [" there<|im_end|>"]
-    assert data.report.notes == {"boundary_tokens_as_context": 1}
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=False
+    )
+    assert learned(tokenizer, data.rows[0]) == ["hi there<|im_end|>"]
+    assert data.rows[0].input_ids[: len(prompt)] == prompt and data.rows[0].prompt_length == len(prompt)
 
 
 def test_a_token_across_the_end_of_an_answer_is_not_learned():
