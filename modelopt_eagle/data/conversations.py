@@ -110,7 +110,9 @@ def _collect(
     for name, role in (role_aliases or {}).items():
         if role not in ("system", "user", "assistant"):
             raise DataError(f"the role alias {name}={role} must map to system, user or assistant")
-    report, kept, seen = DataReport(), [], {}
+    report = DataReport()
+    kept: list[Conversation] = []
+    seen: dict[str, tuple[int, tuple[Message, ...]]] = {}  # id → number of its file, turns
     for index, row in enumerate(rows):
         if max_rows is not None and index >= max_rows:
             break

@@ -186,7 +186,7 @@ class _Encoder:
         ids, offsets = list(prefix), [(0, span.start)] * len(prefix)
         if span.ids is not None:
             ids += span.ids
-            offsets += self._offsets_of_written(span, cuts)
+            offsets += self._offsets_of_written(list(span.ids), span, cuts)
             starts = [start for start, _ in offsets]
             flags = [False] * len(prefix) + [True] * len(span.ids)
             for i in range(len(prefix), len(ids)):
@@ -238,9 +238,8 @@ class _Encoder:
         ends = [start + len(self.tokenizer.decode(piece[: i + 1])) for i in range(len(piece))]
         return list(zip([start, *ends], ends, strict=False))
 
-    def _offsets_of_written(self, span: AnswerSpan, cuts: list[int]) -> list[tuple[int, int]]:
+    def _offsets_of_written(self, ids: list[int], span: AnswerSpan, cuts: list[int]) -> list[tuple[int, int]]:
         """Offsets of written ids, exact at the given cuts alone: where each begins in the text that they decode to."""
-        ids = list(span.ids)
         bounds = [0]
         for cut in cuts[1:]:
             low, high = bounds[-1], len(ids)
@@ -312,10 +311,10 @@ def apply_generation_tags(tokenizer, row: RenderedRow, ids: list[int], flags: li
         RowRejected: ``generation_tags_disagree``.
     """
     conversation = row.conversation
-    arguments = {**chat_settings(tokenizer).arguments, **(conversation.template_arguments if conversation else {})}
+    arguments = {**chat_settings(tokenizer).arguments, **conversation.template_arguments}
     output = tokenizer.apply_chat_template(
         template_messages(tokenizer, row.messages),
-        tools=list(conversation.tools) or None if conversation else None,
+        tools=list(conversation.tools) or None,
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
@@ -327,9 +326,7 @@ def apply_generation_tags(tokenizer, row: RenderedRow, ids: list[int], flags: li
     offsets = tokenizer(row.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     allowed = []
     for span in row.spans:
-        before = render_text(
-            tokenizer, row.messages[: span.turn], False, conversation.tools if conversation else (), arguments
-        )
+        before = render_text(tokenizer, row.messages[: span.turn], False, conversation.tools, arguments)
         header = len(before) if row.text.startswith(before) else span.start
         # answers that are not learned from here may be tagged, too
         others = any(message.role == "assistant" for message in row.messages[: row.spans[0].turn])

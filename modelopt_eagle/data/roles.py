@@ -240,7 +240,8 @@ def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None, 
 
 def split_reasoning(content: list, place: str) -> tuple[str | None, list]:
     """The reasoning among the parts of a content list, and the other parts; texts of other names become plain ones."""
-    reasoning, rest = [], []
+    reasoning: list[str] = []
+    rest: list = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("thinking", "reasoning", "reasoning_text", "think"):

@@ -60,8 +60,8 @@ class RenderedRow:
     text: str
     spans: list[AnswerSpan]
     messages: tuple[Message, ...]
+    conversation: Conversation
     images: RowImages | None = None
-    conversation: Conversation | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -139,7 +139,7 @@ class _Answer:
         content_at = self._content_at(answer)
         self._check_words(prompt, answer, content_at)
         if self.message.token_ids is not None:
-            self._check_written(answer)
+            self._check_written(answer, list(self.message.token_ids))
             return self._row(prompt, answer, "", 0, content_at)
         supplied = self._supplied(prompt, answer, tail, content_at)
         if self.message.cut and not self.message.content.strip() and not self.message.tool_calls:
@@ -156,7 +156,7 @@ class _Answer:
         )  # fmt: skip
         messages = self.conversation.messages[: self.turn + 1]
         return RenderedRow(
-            self.conversation.id, prompt + answer + tail, [span], messages, None, self.conversation, self.notes
+            self.conversation.id, prompt + answer + tail, [span], messages, self.conversation, None, self.notes
         )
 
     def _answer(self, prompt: str, whole: str) -> str:
@@ -253,7 +253,7 @@ class _Answer:
 
     def _reasoning_end(self, answer: str) -> int:
         """Where the message's reasoning ends in the answer."""
-        reasoning = self.message.reasoning.strip()
+        reasoning = (self.message.reasoning or "").strip()
         return answer.find(reasoning) + len(reasoning) if reasoning in answer else len(answer)
 
     def _refuse_missing_reasoning(self, tag: str) -> None:
@@ -345,9 +345,8 @@ class _Answer:
             if call["function"]["name"] not in written or not all(_unescaped(value) in written for value in values):
                 raise RowRejected("tool_role", f"{self.where}: the chat template does not render calls of tools")
 
-    def _check_written(self, answer: str) -> None:
+    def _check_written(self, answer: str, ids: list[int]) -> None:
         """Refuse recorded ids that do not read as the rendered answer."""
-        ids = list(self.message.token_ids)
         if ids[-1] in self.special.ends or (ids[-1] in self.special.special and not self.message.cut):
             ids = ids[:-1]
         text = self.tokenizer.decode(ids, skip_special_tokens=False)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from modelopt_eagle.data.report import RowRejected
 
-_NOTHING = (None, [], {}, "", "[]", "{}", "null")
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", "[]", "{}", "null")
 
 
 def tool_calls_of(turn: Mapping, place: str) -> tuple[dict, ...]:
@@ -45,7 +46,9 @@ def tool_call(call, place: str) -> dict:
         raise RowRejected(
             "tool_role", f"{place}: a tool call must have a `name` and `arguments`, found {json.dumps(call)[:80]}"
         )
-    arguments = next((inner[key] for key in ("arguments", "parameters", "input") if inner.get(key) is not None), {})
+    arguments: Any = next(
+        (inner[key] for key in ("arguments", "parameters", "input") if inner.get(key) is not None), {}
+    )
     if isinstance(arguments, str):
         arguments = _parsed(arguments or "{}", place, f"the arguments of {inner['name']}")
     if not isinstance(arguments, Mapping):
