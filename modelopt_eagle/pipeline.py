@@ -78,7 +78,7 @@ def run(
     from modelopt_eagle.training.run import finished_state
 
     recipe, given = take(as_recipe(recipe), target, data, eval_data)
-    first = int(os.environ.get("RANK", 0)) == 0
+    first = int(os.environ.get("RANK", "0")) == 0
     with shown(first and not quiet):
         if finished_state(recipe) is None:
             check_export_path(recipe)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from modelopt_eagle.target import load_target  # noqa: E402
-from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
+from modelopt_eagle.target import load_target
+from modelopt_eagle.target.tiny import make_tiny_target
 
 HERE = Path(__file__).parent
 ENGINE_TESTS = (HERE / "engine", HERE / "features" / "test_vllm.py")

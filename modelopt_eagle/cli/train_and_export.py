@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     result = run(train_recipe(argv))
     if not (result.training.finished or result.recipe.training.dry_run):
         return INTERRUPTED
-    if int(os.environ.get("RANK", 0)) != 0:
+    if int(os.environ.get("RANK", "0")) != 0:
         return 0
     print("\n" + summary(result))
     if result.below_bound:

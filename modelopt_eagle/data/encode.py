@@ -17,6 +17,7 @@ Tokenizers without offsets (Python ones) tokenise the pieces between the boundar
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ class _Encoder:
         if self.tokenizer.is_fast:
             ids, offsets = self._behind(prefix, text, span)
         else:
-            for low, high in zip(cuts, cuts[1:], strict=False):
+            for low, high in itertools.pairwise(cuts):
                 piece = self._continuation(ids, text[:low], text[low:high])
                 ids += piece
                 offsets += self._tail_offsets(piece, low) if low >= span.body_end else [(low, high)] * len(piece)
@@ -251,9 +252,7 @@ class _Encoder:
                     high = middle
             bounds.append(low)
         offsets = []
-        for (low, high), (first, last) in zip(
-            zip(cuts, cuts[1:], strict=False), zip(bounds, bounds[1:], strict=False), strict=True
-        ):
+        for (low, high), (first, last) in zip(itertools.pairwise(cuts), itertools.pairwise(bounds), strict=True):
             offsets += [(low, high)] * (last - first)
         return offsets + [(span.tail_end, span.tail_end)] * (len(ids) - len(offsets))
 
@@ -282,7 +281,7 @@ def _pieces(tokenizer, row: RenderedRow):
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     cuts = [0, *(cut for span in row.spans for cut in (span.start, span.body_end, span.tail_end)), len(row.text)]
-    for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(cuts)):
         piece = tokenizer(row.text[start:end], add_special_tokens=False)["input_ids"] if end > start else []
         ids += piece
         if number % 3 == 2:  # a tail

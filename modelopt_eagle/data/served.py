@@ -222,7 +222,7 @@ class _Answer:
             return
         opened, wanted = open_tag(prompt), _squeezed(message.content)
         # the prompt may have supplied the beginning of the content
-        if _squeezed(answer).endswith(wanted) or opened and _squeezed(opened[0] + answer).endswith(wanted):
+        if _squeezed(answer).endswith(wanted) or (opened and _squeezed(opened[0] + answer).endswith(wanted)):
             if not message.content.strip().endswith(answer.strip()):
                 self.notes.append("white_space_changed_by_the_template")
             return

@@ -92,7 +92,7 @@ def mending_argument(tokenizer, render, good=lambda text: True) -> str:
         for value in (False, True):
             try:
                 mended = good(render({name: value}))
-            except Exception:  # noqa: S112 a template may raise anything
+            except Exception:
                 continue
             if mended:
                 return f"; data.template_arguments: {{{name}: {str(value).lower()}}} mends it"
@@ -126,7 +126,7 @@ def template_messages(tokenizer, messages: Sequence[Message]) -> list[dict]:
 def _template_message(message: Message, lists: bool, template: str) -> dict:
     made: dict[str, Any] = {"role": message.role, "content": _content(message, lists)}
     if message.reasoning is not None:
-        made |= {name: message.reasoning for name in _reasoning_names(template)}
+        made |= dict.fromkeys(_reasoning_names(template), message.reasoning)
     if message.tool_calls:
         made["tool_calls"] = list(message.tool_calls)
     if message.tool_call_id is not None:

@@ -285,5 +285,5 @@ def parse_universal(data: dict[str, Any], *, strict: bool, own_embedding: bool, 
             "rope_theta": theta,
             "rope_scaling": scaling,
             "own_embedding": own_embedding,
-        }  # fmt: skip
+        }
     )

@@ -11,9 +11,9 @@ import sys
 
 sys.path.pop(0)  # this folder, whose files must not stand in for the engine's modules of the same name
 
-import json  # noqa: E402
-import os  # noqa: E402
-import time  # noqa: E402
+import json
+import os
+import time
 
 
 def counters(llm):

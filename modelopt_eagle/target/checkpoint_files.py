@@ -36,7 +36,7 @@ class CheckpointFiles:
             except (ValueError, KeyError, TypeError) as error:
                 raise TargetError(f"{index}: expected a weight_map of keys to files: {error}") from error
         elif self._find("model.safetensors") is not None:
-            self._file_of = {key: "model.safetensors" for key in self._open("model.safetensors").keys()}
+            self._file_of = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             raise TargetError(
                 f"{place}: expected model.safetensors or model.safetensors.index.json, found neither; save the model "

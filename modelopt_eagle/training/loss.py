@@ -11,6 +11,7 @@ size ``[n, Vd]`` survives the chunk. :mod:`modelopt_eagle.training.reference` ho
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class _Work:
         depth, position = self.predictions.depth[order], self.predictions.teacher[order]
         unique, place = torch.unique_consecutive(position, return_inverse=True)
         bounds = torch.searchsorted(place, torch.arange(0, len(unique) + CHUNK, CHUNK, device=place.device)).tolist()
-        for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
             if low == high:
                 continue
             here, first = depth[low:high], number * CHUNK

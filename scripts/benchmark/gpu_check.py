@@ -28,16 +28,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import kernels as benchmark  # noqa: E402  (scripts/benchmark/kernels.py)
+import kernels as benchmark  # scripts/benchmark/kernels.py
 
-from modelopt_eagle import kernels  # noqa: E402
-from modelopt_eagle.decoding import PseudoSpeculativeGenerator  # noqa: E402
-from modelopt_eagle.draft import DraftConfig, EagleModule  # noqa: E402
-from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop  # noqa: E402
-from modelopt_eagle.draft.eagle3.graphs import DraftGraphs  # noqa: E402
-from modelopt_eagle.kernels import parity  # noqa: E402
-from modelopt_eagle.target.model import Target  # noqa: E402
-from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
+from modelopt_eagle import kernels
+from modelopt_eagle.decoding import PseudoSpeculativeGenerator
+from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
+from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.kernels import parity
+from modelopt_eagle.target.model import Target
+from modelopt_eagle.target.tiny import make_tiny_target
 
 OK, WRONG, NO_CUDA, SLOW = 0, 1, 3, 4
 VERDICTS = {

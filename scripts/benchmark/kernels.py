@@ -24,8 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from modelopt_eagle import kernels  # noqa: E402
-from modelopt_eagle.kernels.parity import Cases  # noqa: E402
+from modelopt_eagle import kernels
+from modelopt_eagle.kernels.parity import Cases
 
 CALLS_IN_GRAPH = 20
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from modelopt_eagle.recipe import load_recipe  # noqa: E402
-from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
-from modelopt_eagle.training import train  # noqa: E402
+from modelopt_eagle.recipe import load_recipe
+from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.training import train
 
 WEIGHTS, CHANCES = (0.1, 1, 5), (0, 0.5, 1)
 

@@ -57,7 +57,7 @@ def test_a_tag_that_the_prompt_supplies_is_neither_doubled_nor_learned(content, 
 )
 def test_reasoning_under_any_name_goes_where_the_template_puts_it(key):
     tokenizer = STYLES["hybrid, with reasoning"].tokenizer()
-    found, report = texts(tokenizer, answered("ans", **{key: "hm"}))
+    found, _ = texts(tokenizer, answered("ans", **{key: "hm"}))
     assert found == [["<think>\nhm\n</think>\n\nans<|im_end|>"]]
     with pytest.raises(DataError, match="no place for reasoning in a field of its own"):
         texts(CHATML_TEMPLATE, answered("ans", **{key: "hm"}))

@@ -10,7 +10,7 @@ from modelopt_eagle.validation.speed import Speed
 
 def test_divergence_and_its_gap(target, prompts, greedy):
     assert first_divergence(target, prompts[0], greedy[0], list(greedy[0])) is None
-    wrong = greedy[0][:7] + [(greedy[0][7] + 1) % 256] + greedy[0][8:]
+    wrong = [*greedy[0][:7], (greedy[0][7] + 1) % 256, *greedy[0][8:]]
     found = first_divergence(target, prompts[0], greedy[0], wrong)
     assert found.position == 7 and found.tokens == (greedy[0][7], wrong[7])
     logits = target.model(torch.tensor([prompts[0] + greedy[0][:7]]), use_cache=False).logits[0, -1]
@@ -30,7 +30,7 @@ def test_a_near_tie_is_named(target, prompts, greedy, monkeypatch):
     with torch.no_grad():
         weight[twin] = weight[first]
     try:
-        found = first_divergence(target, prompts[1], greedy[1], greedy[1][:3] + [twin])
+        found = first_divergence(target, prompts[1], greedy[1], [*greedy[1][:3], twin])
     finally:
         with torch.no_grad():
             weight[twin] = kept

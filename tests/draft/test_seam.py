@@ -15,9 +15,8 @@ from modelopt_eagle.target import load_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.data import read_data
 from modelopt_eagle.validation import measure_acceptance
-
-from ..training.runs import small_recipe, write_conversations
-from .toy_drafter import NAME, BigramConfig, BigramModule
+from tests.draft.toy_drafter import NAME, BigramConfig, BigramModule
+from tests.training.runs import small_recipe, write_conversations
 
 PROMPTS = [[5, 9, 40, 41], [7, 100, 12], [60, 61, 62, 63, 64, 65], [200]]
 

@@ -13,7 +13,7 @@ TOLERANCE = 0.02
 
 def test_the_engine_serves_an_int8_head_as_it_computes(head, check, target, stores, tmp_path):
     source = OfflineSource(stores[DEFAULT], final_norm=target.final_norm, head=target.head)
-    batches = [batch for batch in source.batches(0, batch_size=1, seed=0, shuffle=False)][:6]
+    batches = list(source.batches(0, batch_size=1, seed=0, shuffle=False))[:6]
     plain = load_draft(head("plain").export)
     quantize_drafter(plain, tmp_path / "int8", "int8", feed(batches, target.embedding, 3), target=target)
     kinds = {str(tensor.dtype) for tensor in load_file(tmp_path / "int8/model.safetensors").values()}

@@ -8,8 +8,7 @@ import yaml
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.export import export_checkpoint
 from modelopt_eagle.export.card import licence_of
-
-from .conftest import build_head
+from tests.export.conftest import build_head
 
 REPORT = {
     "acceptance_length": 2.5, "ci95": [2.4, 2.6], "per_position": [0.7, 0.5, 0.3], "speedup": 1.4,

@@ -10,9 +10,8 @@ from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.export import engine_reasons, inspect_checkpoint, load_draft
 from modelopt_eagle.export.quantize import calibrate, quantize_drafter, quantized_module
 from modelopt_eagle.training import rollout
-
-from .conftest import LATENT, build_head
-from .test_quantize import Batch, calibration
+from tests.export.conftest import LATENT, build_head
+from tests.export.test_quantize import Batch, calibration
 
 WIDE_LATENT = {**LATENT, "q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
 SERVED = [

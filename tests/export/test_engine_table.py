@@ -14,8 +14,7 @@ from modelopt_eagle.export.engines.profile import Engine, Since
 from modelopt_eagle.export.engines.versions import features_of, parse_versions, parts_of
 from modelopt_eagle.export.universal import FLAGS
 from modelopt_eagle.serving.check import RUNNERS
-
-from .conftest import LATENT, build_head
+from tests.export.conftest import LATENT, build_head
 
 FORMATS = {"FP8", "NVFP4", "INT8"}
 

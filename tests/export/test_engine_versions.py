@@ -13,8 +13,7 @@ from modelopt_eagle.export.engines.versions import (
     parse_versions,
     parts_of,
 )
-
-from .conftest import LATENT, build_head
+from tests.export.conftest import LATENT, build_head
 
 SINCE = {key: engine.since for key, engine in PROFILES.items()}
 NEEDS = [

@@ -11,8 +11,7 @@ from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import ReadOptions, export_checkpoint, inspect_checkpoint
 from modelopt_eagle.export.engines import ENGINES as PROFILES
 from modelopt_eagle.export.engines.check import check_engine, engine_reasons, tensor_reasons
-
-from .conftest import LATENT, build_head
+from tests.export.conftest import LATENT, build_head
 
 EVERYWHERE = {
     "plain": {},

@@ -8,8 +8,7 @@ import torch
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.export import export_checkpoint, load_draft
-
-from .foreign import TOOLS, foreign
+from tests.export.foreign import TOOLS, foreign
 
 
 @pytest.fixture(scope="module")

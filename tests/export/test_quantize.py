@@ -14,8 +14,7 @@ from modelopt_eagle.export.quantize import calibrate, feed, quantize_drafter, qu
 from modelopt_eagle.features.batch import FeatureBatch
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import rollout
-
-from .conftest import LATENT, build_head, stand_in_tables
+from tests.export.conftest import LATENT, build_head, stand_in_tables
 
 STEP = {"fp8": 2.0**-4, "nvfp4": 0.25, "int8": 1 / 254}
 """Largest relative rounding error: of the number itself (fp8), of the largest in a block (nvfp4) or row (int8)."""

@@ -18,9 +18,8 @@ from modelopt_eagle.export import (
     read_head,
 )
 from modelopt_eagle.export.fitting import with_own_embedding
-
-from .conftest import LATENT, build_head, stand_in_tables
-from .foreign import TOOLS, foreign
+from tests.export.conftest import LATENT, build_head, stand_in_tables
+from tests.export.foreign import TOOLS, foreign
 
 EMBEDDED = ("eagle", "speculators")  # write the target's embedding along
 EIGHT_LAYERS = ReadOptions(target_layers=8)  # their usual three outputs: 1, 3, 4

@@ -17,8 +17,7 @@ from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import export_checkpoint, load_draft, read_head
 from modelopt_eagle.export import write as writer_module
 from modelopt_eagle.recipe import load_recipe
-
-from .conftest import LATENT, build_head
+from tests.export.conftest import LATENT, build_head
 
 SHAPES = {
     "plain": {},

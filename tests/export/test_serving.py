@@ -24,8 +24,7 @@ from modelopt_eagle.serving.check import (
     run_engine,
 )
 from modelopt_eagle.target.tiny import make_tiny_target
-
-from .conftest import build_head
+from tests.export.conftest import build_head
 
 STAND_IN = """#!{python}
 import json, sys

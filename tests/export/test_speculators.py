@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from modelopt_eagle.export import convert_checkpoint, export_checkpoint, read_head
 from modelopt_eagle.target import load_target_tables
 from modelopt_eagle.training import rollout
-
-from .conftest import build_head
+from tests.export.conftest import build_head
 
 SIZES = dict(
     hidden_size=64, target_hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=256, draft_vocab_size=32,

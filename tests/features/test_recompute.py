@@ -1,5 +1,6 @@
 """Stored rows computed again: whoever made them, they must be the target's (B95, B37, B49)."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ class Engine(TargetBackEnd):
 def swapped(rows):
     """States of two rows of the same length, changed over."""
     numbers = sorted(rows, key=lambda n: len(rows[n]))
-    pairs = [(a, b) for a, b in zip(numbers, numbers[1:], strict=False) if len(rows[a]) == len(rows[b])]
+    pairs = [(a, b) for a, b in itertools.pairwise(numbers) if len(rows[a]) == len(rows[b])]
     for a, b in pairs[:1]:
         states = {"aux_hidden": rows[b].aux_hidden, "final_hidden": rows[b].final_hidden}
         rows[a], rows[b] = replace(rows[a], **states), replace(rows[b], aux_hidden=rows[a].aux_hidden)

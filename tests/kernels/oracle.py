@@ -1,5 +1,6 @@
 """Slow answers in plain Python, written from the definitions and from nothing else, for the kernel tests."""
 
+import itertools
 import math
 
 
@@ -31,7 +32,7 @@ def tree(scores, tokens, parent_list, num_nodes, topk, root=-1) -> dict:
         attends.append(line)
     next_sibling = [-1] * num_nodes
     for brothers in children.values():
-        for older, younger in zip(brothers, brothers[1:], strict=False):
+        for older, younger in itertools.pairwise(brothers):
             next_sibling[older] = younger
     return {
         "tokens": [root] + [tokens[f] for f in flat],

@@ -105,7 +105,7 @@ def test_a_changed_requirement_updates_the_environment(copy):
 def test_an_environment_of_the_users_own_is_left_alone(copy):
     (copy / ".venv").mkdir()
     (copy / ".venv" / "precious").touch()
-    code, out, err = run(copy, "scripts/setup_env.sh")
+    code, _, err = run(copy, "scripts/setup_env.sh")
     assert code == 2 and "was not made by this script" in err
     assert (copy / ".venv" / "precious").exists() and log(copy) == []
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from modelopt_eagle.data import TokenizedRow  # noqa: E402
-from modelopt_eagle.draft import DraftConfig, DraftVocab  # noqa: E402
-from modelopt_eagle.draft.algorithm import random_module  # noqa: E402
-from modelopt_eagle.features import OnlineSource  # noqa: E402
-from modelopt_eagle.features.unadapted import UnadaptedSource  # noqa: E402
-from modelopt_eagle.recipe import load_recipe  # noqa: E402
-from modelopt_eagle.target.lora import TargetAdapter  # noqa: E402
-from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
-from modelopt_eagle.training.context import ByPosition, ContextGroup, SharedAxis  # noqa: E402
-from modelopt_eagle.training.states import AdaptedStates  # noqa: E402
-from modelopt_eagle.training.step import TeacherTables, TrainingStep  # noqa: E402
+from modelopt_eagle.data import TokenizedRow
+from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
+from modelopt_eagle.features import OnlineSource
+from modelopt_eagle.features.unadapted import UnadaptedSource
+from modelopt_eagle.recipe import load_recipe
+from modelopt_eagle.target.lora import TargetAdapter
+from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.training.context import ByPosition, ContextGroup, SharedAxis
+from modelopt_eagle.training.states import AdaptedStates
+from modelopt_eagle.training.step import TeacherTables, TrainingStep
 
 CASES = {
     "one row": ([(96, 20)], (), {}),

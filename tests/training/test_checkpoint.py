@@ -14,8 +14,7 @@ from modelopt_eagle.export import load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training.checkpoint import CheckpointFolder, rng_state, set_rng_state
 from modelopt_eagle.training.optimizer import build_optimizers
-
-from .test_optimizer import small_module
+from tests.training.test_optimizer import small_module
 
 
 @pytest.fixture

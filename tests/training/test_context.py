@@ -9,10 +9,9 @@ from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training import train
 from modelopt_eagle.training.context import zigzag
-
-from . import shared_batches
-from .runs import small_recipe, write_conversations
-from .test_distributed import launch, weights
+from tests.training import shared_batches
+from tests.training.runs import small_recipe, write_conversations
+from tests.training.test_distributed import launch, weights
 
 SCRIPT = Path(__file__).with_name("shared_batches.py")
 

@@ -13,8 +13,7 @@ from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.head import continued_head
 from modelopt_eagle.training.run import architecture_line
-
-from .runs import small_recipe, write_conversations
+from tests.training.runs import small_recipe, write_conversations
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from modelopt_eagle.training import train
-
-from .runs import small_recipe, write_conversations
+from tests.training.runs import small_recipe, write_conversations
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 ACCUMULATED = ("training.batch_size=1", "training.gradient_accumulation_steps=2")

@@ -13,9 +13,8 @@ from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training import train
 from modelopt_eagle.training.head import continued_head, with_vocabulary
-
-from ..export.foreign import TOOLS, foreign
-from .runs import small_recipe, write_conversations
+from tests.export.foreign import TOOLS, foreign
+from tests.training.runs import small_recipe, write_conversations
 
 STEPS = ("training.epochs=1", "training.max_steps=2")
 IDS = [*range(100, 132), *range(140, 204, 2)]  # 64 tokens, some of them neighbours

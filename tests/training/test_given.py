@@ -15,8 +15,7 @@ from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target, load_target_tables
 from modelopt_eagle.target.tiny import make_byte_tokenizer, make_tiny_target
 from modelopt_eagle.training.given import as_target
-
-from .runs import small_recipe, write_conversations
+from tests.training.runs import small_recipe, write_conversations
 
 SETTINGS = {
     "training": {

@@ -136,7 +136,7 @@ def test_preservation_is_the_kl_of_its_formula_in_chunks(changes, monkeypatch):
 
 
 def test_no_logits_of_all_positions_exist(monkeypatch):
-    from .test_mode_and_memory import Largest
+    from tests.training.test_mode_and_memory import Largest
 
     monkeypatch.setattr(preservation, "CHUNK_BYTES", 4 * 4096 * 8)
     hidden, head = torch.randn(300, 8, requires_grad=True), torch.randn(4096, 8)
@@ -248,7 +248,7 @@ def test_choices_depend_on_the_place_alone_and_keep_their_share():
 
 
 def test_a_process_without_a_batch_reaches_every_parameter_with_zero():
-    step, batch, _ = make()
+    step, _, _ = make()
     output = step(None, torch.ones(3))
     output.loss.backward()
     assert output.loss == 0 and output.preservation == 0

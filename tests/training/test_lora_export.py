@@ -17,8 +17,7 @@ from modelopt_eagle.target import load_target
 from modelopt_eagle.target.lora import TargetAdapter, check_adapter
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training.head import continued_head
-
-from .runs import write_conversations
+from tests.training.runs import write_conversations
 
 SMALL = ["--num_samples", "4", "--max_new_tokens", "16", "--speedup_prompts", "0"]
 

@@ -12,8 +12,7 @@ from modelopt_eagle.errors import TrainingError
 from modelopt_eagle.features import OnlineSource
 from modelopt_eagle.training.acceptance import evaluate
 from modelopt_eagle.training.trainer import Trainer
-
-from .test_step import make_step
+from tests.training.test_step import make_step
 
 
 def test_an_evaluation_leaves_the_head_in_training_and_the_loop_checks_it(tiny_target):

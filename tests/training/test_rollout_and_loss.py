@@ -259,7 +259,7 @@ def test_restricting_the_anchors_changes_nothing_counted():
 
 def test_two_layers_see_the_first_layers_keys_of_every_token():
     module = make_module(num_hidden_layers=2)
-    embeddings, aux, logits, supervised, documents = make_batch()
+    embeddings, aux, _, supervised, documents = make_batch()
     full = rollout(module, embeddings, aux, 3, documents).hidden
     part = rollout(module, embeddings, aux, 3, documents, supervised=supervised)
     for step in range(3):

@@ -16,8 +16,7 @@ from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.data import held_out_rows
 from modelopt_eagle.training.trainer import Trainer
-
-from .runs import interrupt_at, small_recipe, write_conversations
+from tests.training.runs import interrupt_at, small_recipe, write_conversations
 
 SHORT = ("training.epochs=1", "training.max_steps=2")
 

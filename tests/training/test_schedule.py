@@ -1,5 +1,7 @@
 """The learning rate by steps and by time."""
 
+import itertools
+
 import pytest
 
 from modelopt_eagle.training.optimizer import Schedule
@@ -19,7 +21,7 @@ def test_cosine_is_half_way_in_the_middle_and_ends_near_the_least():
     got = factors(Schedule("cosine", 101, min_ratio=0.1))
     assert got[50] == pytest.approx(0.55)
     assert got[0] > 0.99 and got[-1] == pytest.approx(0.1, abs=1e-3)
-    assert all(a >= b for a, b in zip(got, got[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(got))
 
 
 def test_constant_stays():

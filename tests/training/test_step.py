@@ -58,7 +58,7 @@ def test_positions_counted_before_are_those_that_the_loss_counts(tiny_target, ba
     counts = step.count_positions(batch)
     output = step(batch, step.normalisers(counts, batch.num_tokens))
     assert counts.tolist() == output.valid_counts.tolist()
-    assert 0 < counts.sum() and torch.isfinite(output.loss)
+    assert counts.sum() > 0 and torch.isfinite(output.loss)
 
 
 def test_known_choices_and_computed_ones_agree(tiny_target, batch):

@@ -10,7 +10,7 @@ from modelopt_eagle.training.teacher_mass import teacher_mass
 class Source:
     """Three rows of five tokens, of which tokens 2..4 are supervised, so positions 1..3 predict."""
 
-    lengths = [5, 5, 5]
+    lengths = (5, 5, 5)
 
     def __init__(self):
         self.states = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.training import train
 from modelopt_eagle.training.trainer import Trainer
-
-from .runs import interrupt_at, small_recipe, write_conversations
+from tests.training.runs import interrupt_at, small_recipe, write_conversations
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from modelopt_eagle.errors import EagleError  # noqa: E402
-from modelopt_eagle.training import train  # noqa: E402
-from modelopt_eagle.training.trainer import Trainer  # noqa: E402
-from tests.training.runs import small_recipe  # noqa: E402
+from modelopt_eagle.errors import EagleError
+from modelopt_eagle.training import train
+from modelopt_eagle.training.trainer import Trainer
+from tests.training.runs import small_recipe
 
 
 def stop_at(step: int) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "decoding"))
 
-from heads import learn_answers, make_head  # noqa: E402
+from heads import learn_answers, make_head
 
-from modelopt_eagle.data import Prompt  # noqa: E402
-from modelopt_eagle.target.tiny import make_tiny_target  # noqa: E402
-from modelopt_eagle.validation.dialogues import first_turn  # noqa: E402
+from modelopt_eagle.data import Prompt
+from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.validation.dialogues import first_turn
 
 
 @pytest.fixture(scope="session")

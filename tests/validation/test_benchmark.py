@@ -18,9 +18,22 @@ def test_generation_benchmark(tmp_path):
     make_tiny_target(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "category": "c", "turns": ["Hello"]}\n')
     run = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "benchmark" / "generation.py"), "--target", str(tmp_path / "target")]
-        + ["--prompts", str(tmp_path / "prompts.jsonl"), "--max_new_tokens", "12", "--steps", "2"]
-        + ["--trees", "2,2,5", "--output", str(tmp_path / "rows.json")],
+        [
+            sys.executable,
+            str(ROOT / "scripts" / "benchmark" / "generation.py"),
+            "--target",
+            str(tmp_path / "target"),
+            "--prompts",
+            str(tmp_path / "prompts.jsonl"),
+            "--max_new_tokens",
+            "12",
+            "--steps",
+            "2",
+            "--trees",
+            "2,2,5",
+            "--output",
+            str(tmp_path / "rows.json"),
+        ],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -122,7 +122,7 @@ def check_header(header: dict, where: str) -> torch.dtype:
     wanted = [len(header["token_ids"]), len(header["aux_layer_ids"]) + 1]
     if len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape) or shape[:2] != wanted:
         raise StreamError(
-            f"{where} sent a malformed message: shape {wanted + ['Ht']} expected for its tokens and layers, "
+            f"{where} sent a malformed message: shape {[*wanted, 'Ht']} expected for its tokens and layers, "
             f"{shape} found"
         )
     size = math.prod(shape) * dtype.itemsize

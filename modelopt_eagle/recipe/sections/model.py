@@ -51,8 +51,8 @@ class ModelSection(Section):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if device == "auto" and accelerator is None:
             device = "cpu"
-        elif device == "auto" and accelerator is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            device = f"{accelerator.type}:{os.environ.get('LOCAL_RANK', 0)}"
+        elif device == "auto" and accelerator is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            device = f"{accelerator.type}:{os.environ.get('LOCAL_RANK', '0')}"
         return {
             "name": self.base_model,
             "dtype": "float32" if self.dtype == "auto" and device == "cpu" else self.dtype,
