@@ -88,3 +88,19 @@ def test_the_program_of_the_page_runs(tiny_target_dir, tmp_path):
         done.stdout
     )
     assert load_draft(tmp_path / "run" / "export").config.vocab_size == 256
+
+
+def test_the_notebook_runs(tiny_target_dir, tmp_path, monkeypatch):
+    """Each code cell in one namespace, as a kernel does; the parameters are those of the tiny target."""
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells), "clear the outputs before a commit"
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+        if "parameters" in cell["metadata"].get("tags", ()):
+            names |= {"NAME": str(tiny_target_dir), "ROWS": 12, "PROMPTS": 2}
+    assert names["result"].finished and len(names["steps"]) >= 2
+    assert 1 <= names["report"].acceptance_length <= 4
+    assert load_draft(tmp_path / "ckpts" / "notebook" / "export").config.vocab_size == 256
