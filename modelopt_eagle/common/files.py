@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import EagleError
 
 _BLOCK = 1 << 20
@@ -45,6 +45,7 @@ def whole_file(path: str | Path, part: Path | None = None) -> Iterator[Path]:
     """
     path = Path(path)
     part = part_of(path) if part is None else part
+    part.unlink(missing_ok=True)  # a link under this name is not written through
     try:
         yield part
         flush_file(part)
@@ -126,7 +127,7 @@ def read_json(path: str | Path, error: type[EagleError], remedy: str) -> dict[st
         EagleError: of the given class: no such file, not JSON, or JSON that is no object.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = parse_json(Path(path).read_bytes(), finite=False)
     except OSError as found:
         raise error(f"{path} cannot be read ({found.strerror}): {remedy}") from found
     except ValueError as found:  # of JSON, and of UTF-8

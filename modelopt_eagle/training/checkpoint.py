@@ -22,14 +22,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from modelopt_eagle.common.files import disk_trouble, file_sha256, flush_folder, write_whole
+from modelopt_eagle.common.files import disk_trouble, flush_folder, read_json, write_whole
 from modelopt_eagle.common.folders import flush_tree
+from modelopt_eagle.common.sealed import SEAL, seal, seal_fault
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 from modelopt_eagle.target.lora import read_adapter
+from modelopt_eagle.training.run_folder import remove
 
-COMPLETE = "complete.json"
+COMPLETE = SEAL
 WEIGHTS = "model.safetensors"
 CONFIG = "draft_config.json"
 OPTIMIZER = "optimizer.pt"
@@ -37,6 +39,7 @@ STATE = "trainer_state.json"
 RECIPE = "recipe.yaml"
 BEST = "best"
 """Link in the output folder to the best checkpoint."""
+_REMEDY = "remove this checkpoint, the run then goes on from the one before"
 
 
 @dataclass
@@ -124,7 +127,7 @@ class CheckpointFolder:
             if self.rank == 0:
                 self.output_dir.mkdir(parents=True, exist_ok=True)
                 for stale in self.output_dir.glob(".checkpoint-*.part"):
-                    shutil.rmtree(stale)
+                    remove(stale)
                 part.mkdir()
             self.barrier()
             write_whole(part / f"rng-{self.rank}.pt", lambda stream: torch.save(rng_state(), stream))
@@ -132,12 +135,10 @@ class CheckpointFolder:
             if self.rank == 0:
                 state = {**state, "step": step, "world_size": self.world_size}
                 self._write_files(part, module, optimizers, state, recipe_text, adapter)
-                if folder.exists():
-                    shutil.rmtree(folder)
+                remove(folder)
                 os.replace(part, folder)
                 flush_folder(self.output_dir)
-                manifest = _manifest(folder, step)
-                write_whole(folder / COMPLETE, manifest)
+                seal(folder, step=step)
                 self._point_at_best(best_step)
                 self._remove_surplus(best_step, step)
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -183,8 +184,9 @@ class CheckpointFolder:
         if 0 in steps and newest > 0 and 0 not in keep and 0 not in surplus:
             surplus.append(0)  # written to find a full disk early; of no use once another exists
         for step in surplus:
-            (self.path(step) / COMPLETE).unlink()  # from here on it is incomplete for every reader
-            shutil.rmtree(self.path(step))
+            if not self.path(step).is_symlink():
+                (self.path(step) / COMPLETE).unlink()  # from here on it is incomplete for every reader
+            remove(self.path(step))
 
     def latest(self) -> Checkpoint | None:
         """The newest complete checkpoint, or ``None``; incomplete ones are named and passed over.
@@ -201,20 +203,28 @@ class CheckpointFolder:
         return None
 
     def read(self, folder: Path) -> Checkpoint:
-        """Read one complete checkpoint."""
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        """Read one complete checkpoint.
+
+        Raises:
+            CheckpointError: it was written by another number of processes, or holds what no run of ours writes.
+        """
+        state = read_state(folder)
         if state["world_size"] != self.world_size:
             raise CheckpointError(
                 f"{folder} was written by {state['world_size']} processes, this run has {self.world_size}: the order "
                 f"of the data would change. Start {state['world_size']} processes, or train a new run from this head "
                 f"with model.draft_init={folder}"
             )
+        try:
+            tensors = load_file(folder / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / WEIGHTS} is no safetensors file ({error}): {_REMEDY}") from error
         return Checkpoint(
             folder,
             state["step"],
-            load_file(folder / WEIGHTS),
-            torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True),
-            torch.load(folder / f"rng-{self.rank}.pt", map_location="cpu", weights_only=True),
+            tensors,
+            _read_pickle(folder / OPTIMIZER, list),
+            _read_pickle(folder / f"rng-{self.rank}.pt", dict),
             state,
             read_adapter(folder / ADAPTER)[1] if (folder / ADAPTER).is_dir() else None,
         )
@@ -241,22 +251,38 @@ class CheckpointFolder:
 
 def incomplete(folder: Path) -> str | None:
     """Why a checkpoint folder cannot be used; ``None`` if it is whole."""
-    marker = folder / COMPLETE
-    if not marker.is_file():
-        return f"it was cut short while saving ({COMPLETE} is missing)"
+    return seal_fault(folder, needed=(WEIGHTS, CONFIG, OPTIMIZER, STATE))
+
+
+def read_state(folder: Path) -> dict:
+    """``trainer_state.json`` of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read, or lacks what every run writes.
+    """
+    state = read_json(folder / STATE, CheckpointError, _REMEDY)
+    for name in ("step", "world_size"):
+        if type(state.get(name)) is not int:
+            raise CheckpointError(f"{folder / STATE}: {name} expected, a number, found {state.get(name)!r}: {_REMEDY}")
+    return state
+
+
+def _read_pickle(file: Path, kind: type):
+    """A pickle of tensors and plain values.
+
+    Raises:
+        CheckpointError: it is damaged, holds anything else (nothing of it is run), or is not of this kind.
+    """
     try:
-        files = json.loads(marker.read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError, TypeError):
-        return f"its {COMPLETE} cannot be read"
-    for name, expected in files.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, {expected['bytes']} were written"
-        if file_sha256(file) != expected["sha256"]:
-            return f"{name} was altered after it was written (checksum)"
-    return None
+        value = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, zipfile and pickle raise many kinds; some recommend to run what is in it
+        raise CheckpointError(
+            f"{file} is refused: it is damaged, or holds more than tensors and plain values "
+            f"({type(error).__name__}): {_REMEDY}"
+        ) from error
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}, a {kind.__name__} expected: {_REMEDY}")
+    return value
 
 
 def rng_state() -> dict:
@@ -275,12 +301,6 @@ def set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _manifest(folder: Path, step: int) -> str:
-    found = sorted(file for file in folder.rglob("*") if file.is_file())
-    files = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": file_sha256(f)} for f in found}
-    return json.dumps({"step": step, "files": files}, indent=1)
 
 
 def _save_error(folder: Path, error: Exception, left: list[int]) -> CheckpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from modelopt_eagle.training.checkpoint import BEST
 from modelopt_eagle.training.given import take
 from modelopt_eagle.training.provenance import check_given
 from modelopt_eagle.training.run import assemble, claim_output, finished_state, make_accelerator
+from modelopt_eagle.training.run_folder import held, sweep
 from modelopt_eagle.training.trainer import OnStep, Trainer, TrainingResult, make_result
 
 
@@ -45,14 +47,17 @@ def train(
     Raises:
         RecipeError: the output folder holds a run of another recipe, or what was given does not fit to the recipe.
         CheckpointError: the output folder holds a run on another target or on other rows.
+        TrainingError: another run writes into the output folder.
         EagleError: see the rooms of target, data, features and checkpoints.
     """
     recipe, given = take(as_recipe(recipe), target, data, eval_data)
     accelerator = make_accelerator(recipe)
-    claim_output(recipe, accelerator.is_main_process)
-    folder = Path(recipe.training.output_dir)
-    say_once = say if accelerator.is_main_process else lambda line: None
-    with shown(accelerator.is_main_process and not quiet):
+    main, folder = accelerator.is_main_process, Path(recipe.training.output_dir)
+    say_once = say if main else lambda line: None
+    with shown(main and not quiet), held(folder) if main else contextlib.nullcontext():
+        claim_output(recipe, main)
+        if main and (line := sweep(folder)) is not None:
+            say(line)
         state = finished_state(recipe)
         if state is not None:
             check_given(recipe, given, state, accelerator.device)

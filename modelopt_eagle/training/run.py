@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +19,7 @@ from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import TableTarget, load_target, load_target_tables
 from modelopt_eagle.target.lora import TargetAdapter
-from modelopt_eagle.training.checkpoint import RECIPE, STATE, CheckpointFolder
+from modelopt_eagle.training.checkpoint import RECIPE, CheckpointFolder, read_state
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
 from modelopt_eagle.training.data import from_store, from_target
 from modelopt_eagle.training.given import Given
@@ -109,8 +108,8 @@ def finished_state(recipe: Recipe) -> dict | None:
     """``trainer_state.json`` of a run that came to its end in this output folder, or ``None``."""
     checkpoints = CheckpointFolder(recipe.training.output_dir)
     for step in reversed(checkpoints.steps()):
-        state = json.loads((checkpoints.path(step) / STATE).read_text(encoding="utf-8"))
-        return state if state["finished"] else None
+        state = read_state(checkpoints.path(step))
+        return state if state.get("finished") is True else None
     return None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.console import clock
 from modelopt_eagle.data import plan_batches
-from modelopt_eagle.errors import TrainingError
+from modelopt_eagle.errors import CheckpointError, TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
 from modelopt_eagle.training.acceptance import evaluate_files
 from modelopt_eagle.training.checkpoint import CheckpointFolder, set_rng_state
@@ -160,6 +160,8 @@ class Trainer:
             self.checkpoints.require_room(self.step.module)
             self.save()
             return
+        if missing := [name for name in asdict(self.state) if name not in found.state]:
+            raise CheckpointError(f"{found.folder}: its state has no {', '.join(missing)}; remove this checkpoint")
         check_provenance(found.folder, found.state["provenance"], self.run.provenance)
         self.step.module.load_state_dict(found.tensors)
         self.step.renew_rows()
