@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, parse_ids
 from modelopt_eagle.export.tensors import CONVENTIONS
+
+if TYPE_CHECKING:
+    from modelopt_eagle.target.like import TableTarget
 
 
 def add_reading_options(parser: argparse.ArgumentParser, base_model: bool = True) -> None:
@@ -29,21 +35,35 @@ def add_reading_options(parser: argparse.ArgumentParser, base_model: bool = True
     group.add_argument(
         "--d2t-convention", "--d2t_convention", choices=CONVENTIONS, help="what d2t holds, for heads without t2d"
     )
+    group.add_argument(
+        "--sliding-window",
+        "--sliding_window",
+        type=int,
+        metavar="N",
+        help="positions that the head sees back, 0 for all, for heads that do not say whether they use theirs",
+    )
+    group.add_argument(
+        "--draft-layers", "--draft_layers", type=int, help="layers of the head, where its config and file disagree"
+    )
     if base_model:
         group.add_argument(
             "--base-model", "--base_model", help="the target: its depth, tokenizer and embedding answer some of these"
         )
 
 
-def read_options(arguments: argparse.Namespace, target_layers: int | None = None) -> ReadOptions:
-    """The answers in parsed arguments; ``target_layers``: of the target, where it is known."""
+def read_options(arguments: argparse.Namespace, target: TableTarget | None = None) -> ReadOptions:
+    """The answers in parsed arguments, and those that the target gives, where it is known."""
     residual = arguments.norm_before_residual
     return ReadOptions(
         layout=arguments.layout,
         aux_layer_ids=parse_ids(arguments.aux_layer_ids),
-        target_layers=arguments.target_layers or target_layers,
+        target_layers=arguments.target_layers or (target.num_layers if target else None),
         norm_before_residual=None if residual is None else residual == "true",
         d2t_convention=arguments.d2t_convention,
+        sliding_window=arguments.sliding_window,
+        layers=arguments.draft_layers,
+        lm_head=target.head.weight if target else None,
+        target_dtype=dtype_of(target.config) if target else None,
     )
 
 
@@ -54,4 +74,10 @@ def reading_options(arguments: argparse.Namespace) -> tuple[ReadOptions, object 
     from modelopt_eagle.target import load_target_tables
 
     target = load_target_tables(arguments.base_model)
-    return read_options(arguments, int(target.config.num_hidden_layers)), target
+    return read_options(arguments, target), target
+
+
+def dtype_of(config: Any) -> torch.dtype | None:
+    """The dtype that a target's configuration names; engines serve it, and its drafts, in it."""
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype

@@ -189,7 +189,7 @@ def load_pair(arguments: argparse.Namespace):
         vocab_size=target.vocab_size,
         tokenizer_hash=tokenizer_hash(target.tokenizer),
         dtype=target.dtype,
-        options=read_options(arguments, target.num_layers),
+        options=read_options(arguments, target),
         quantised=True,
     )
     warn_of_another_template(module, target)

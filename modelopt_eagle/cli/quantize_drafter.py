@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.model_path,
         vocab_size=identity["vocab_size"],
         tokenizer_hash=identity["tokenizer_hash"],
-        options=read_options(arguments, identity["num_layers"]),
+        options=read_options(arguments, target),
     )
     if "target_adapter" in head.config.extra:
         print(

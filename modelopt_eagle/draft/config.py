@@ -67,6 +67,10 @@ class DraftConfig:
         norm_before_fc: one RMSNorm over the concatenated features before ``fc``.
         fc_norm: one RMSNorm for each captured layer before ``fc``.
         norm_output: the state handed to the next step is taken after the final norm.
+        qk_norm: queries and keys are normed head by head before they are rotated, as in Qwen3.
+        sliding_window: a query sees the keys of its own and the ``sliding_window - 1`` positions before; ``None``: all.
+        embedding_norm: the token embedding is normed before layer 0 reads it.
+        last_norm: the output is normed before ``lm_head``.
         own_embedding: the head carries its own embedding table ``[V, H]`` (forced where H differs from Ht).
         training_length: longest row seen in training, for the record; never a limit.
         algorithm: the drafter that this is a head of, see :mod:`modelopt_eagle.draft.algorithm`.
@@ -94,6 +98,10 @@ class DraftConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    embedding_norm: bool = True
+    last_norm: bool = True
     own_embedding: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
@@ -146,6 +154,10 @@ class DraftConfig:
             )
         if self.attention_bias and not decoder.attention_bias:
             raise CheckpointError(f"decoder_type {decoder.name} has no attention bias: no engine loads one; unset it")
+        if self.qk_norm and not decoder.qk_norm:
+            raise CheckpointError(f"decoder_type {decoder.name} has no qk_norm: its latents are normed; unset it")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise CheckpointError(f"sliding_window must be at least 1 position, found {self.sliding_window}")
 
     @property
     def num_aux(self) -> int:

@@ -25,7 +25,7 @@ class Decoder:
         latent: whether keys and values come from a shared latent (multi-head latent attention).
         rotary: the field that holds the width of the rotated part of a head.
         shares_keys: whether several query heads may share a key head (``num_key_value_heads`` is read).
-        attention_bias: whether its projections may have a bias.
+        attention_bias: whether its projections may have a bias; ``qk_norm``: norms of queries and keys.
         copies_target: whether a head can start from a layer of a target built the same way.
         architecture, model_type: of the exported ``config.json``. vLLM rewrites every draft of type ``deepseek_v3``
             into a multi-token-prediction model and keeps ``deepseek_v2`` as it is.
@@ -40,6 +40,7 @@ class Decoder:
     rotary: str
     shares_keys: bool
     attention_bias: bool
+    qk_norm: bool
     copies_target: bool
     architecture: str
     model_type: str
@@ -55,6 +56,7 @@ LLAMA = Decoder(
     rotary="head_dim",
     shares_keys=True,
     attention_bias=True,
+    qk_norm=True,
     copies_target=True,
     architecture="LlamaForCausalLMEagle3",
     model_type="llama",
@@ -70,6 +72,7 @@ KIMIK2 = Decoder(
     rotary="qk_rope_head_dim",
     shares_keys=False,
     attention_bias=False,
+    qk_norm=False,
     copies_target=False,
     architecture="Eagle3DeepseekV2ForCausalLM",
     model_type="deepseek_v2",

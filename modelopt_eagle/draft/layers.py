@@ -45,7 +45,8 @@ class DecoderLayer(nn.Module):
         attention = DECODERS[config.decoder_type].attention
         self.self_attn = attention(config, 2 * width if index == 0 else width)
         self.mlp = GatedMLP(config)
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+        normed = index > 0 or config.embedding_norm
+        self.input_layernorm = nn.RMSNorm(width, eps=eps) if normed else nn.Identity()
         if index == 0:
             self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)

@@ -37,7 +37,7 @@ class EagleModule(DraftModule):
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(width, eps=eps)
+        self.norm = nn.RMSNorm(width, eps=eps) if config.last_norm else nn.Identity()
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
 
@@ -51,7 +51,7 @@ class EagleModule(DraftModule):
         return self.fc(aux_hidden)
 
     def head_input(self, output: Tensor) -> Tensor:
-        """``[..., H] -> [..., H]``: the final norm, what ``lm_head`` reads."""
+        """``[..., H] -> [..., H]``: what ``lm_head`` reads, after the final norm (if the head has one)."""
         return self.norm(output)
 
     def next_state(self, output: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ class AttentionSizes(Protocol):
     rms_norm_eps: float
     rope_scaling: dict[str, Any] | None
     attention_bias: bool
+    qk_norm: bool
     q_lora_rank: int | None
     kv_lora_rank: int | None
     qk_nope_head_dim: int | None
@@ -27,7 +28,7 @@ class AttentionSizes(Protocol):
 
 
 class GroupedAttention(nn.Module):
-    """Projections of grouped-query attention (Llama)."""
+    """Projections of grouped-query attention (Llama; with ``qk_norm`` Qwen3)."""
 
     def __init__(self, config: AttentionSizes, input_size: int):
         super().__init__()
@@ -39,15 +40,18 @@ class GroupedAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=bias)
         self.v_proj = nn.Linear(input_size, self.kv_heads * self.dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
+        eps = config.rms_norm_eps
+        self.q_norm = nn.RMSNorm(self.dim, eps=eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.dim, eps=eps) if config.qk_norm else nn.Identity()
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[..., input] -> [..., heads, d]``, rotated."""
-        return rotate(self.q_proj(x).unflatten(-1, (self.heads, self.dim)), cos, sin)
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.dim))), cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., input] -> [..., kv_heads, d]`` twice, keys rotated."""
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim))
-        return rotate(k, cos, sin), self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
+        return rotate(self.k_norm(k), cos, sin), self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
 
 
 class LatentAttention(nn.Module):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.export.engines import ENGINES
@@ -29,6 +31,7 @@ class Inspection:
         quantised: number format of a quantised head's weights.
         left_out: tensors that are not of the head.
         engines: engine to the reasons why it would not serve the head as trained (none: it would).
+        notes: what a user should know besides.
     """
 
     folder: str
@@ -45,6 +48,7 @@ class Inspection:
     quantised: str | None = None
     left_out: list[str] = field(default_factory=list)
     engines: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         """The findings as lines."""
@@ -70,6 +74,7 @@ class Inspection:
             label = f"{engine} {ENGINES[engine].version}"
             lines.append(f"engine      {label}: " + ("serves it as trained" if not reasons else "does not:"))
             lines += [f"            - it {reason}" for reason in reasons]
+        lines += [f"note        {note}" for note in self.notes]
         if self.problem:
             lines.append(f"problem     {self.problem}")
         return "\n".join(lines)
@@ -80,6 +85,18 @@ def quantised_text(tensors) -> str:
     layers = scaled_layers(tensors)
     kinds = sorted({dtype_name(parts["weight"].dtype) for parts in layers.values() if "weight" in parts})
     return f"{len(layers)} layers, weights in {', '.join(kinds)}"
+
+
+def dtype_notes(dtypes: list[str], target: torch.dtype | None) -> list[str]:
+    """What a target of another dtype does to the head's numbers."""
+    others = [name for name in dtypes if target is not None and name != dtype_name(target)]
+    if not others:
+        return []
+    named = dtype_name(target)
+    return [
+        f"the head's numbers are {', '.join(others)}, the target's {named}: vLLM computes a draft in the target's dtype, "
+        f"so they are rounded there: export with --dtype {named}, and measure that"
+    ]
 
 
 def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Inspection:
@@ -101,7 +118,7 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
         try:
             layout = detect_layout(data, stored, str(folder))
         except CheckpointError:
-            layout = "unknown"
+            layout = "none that is known"
     layer = data.get("transformer_layer_config") or data
     rows = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else data.get("draft_vocab_size")
     vocab_size = len(tensors["t2d"]) if "t2d" in tensors else layer.get("vocab_size")
@@ -116,6 +133,8 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
         parameters=sum(t.numel() for t in stored.values() if t.is_floating_point()),
         tensors={name: list(tensor.shape) for name, tensor in stored.items()},
     )
+    known = options or ReadOptions()
+    found.notes = [] if is_quantised(stored) else dtype_notes(found.dtypes, known.target_dtype)
     try:
         if is_quantised(stored):
             found.quantised = quantised_text(stored)

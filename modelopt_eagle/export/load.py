@@ -13,7 +13,7 @@ from modelopt_eagle.draft.algorithm import Algorithm, algorithm_of, config_from_
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.export.folders import resolve_checkpoint
-from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config
+from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config, with_head_rows
 from modelopt_eagle.export.quant_formats import is_quantised, unpacked, with_packed
 from modelopt_eagle.export.tensors import check_names, module_tensors, read_json, read_tensors, vocab_of
 from modelopt_eagle.export.universal import dtype_name, parse_dtype, parse_universal
@@ -85,10 +85,13 @@ def read_config(
     renamed, _ = module_tensors(tensors)
     if layout == "universal":
         own = "embed_tokens.weight" in renamed
-        config = parse_universal(data, strict=strict, own_embedding=own, where=where)
+        config = parse_universal(
+            data, strict=strict, own_embedding=own, where=where, aux_layer_ids=options.aux_layer_ids
+        )
         if "t2d" in renamed and config.vocab_size <= config.draft_vocab_size:
             config.vocab_size = len(renamed["t2d"])
         return config, layout, named
+    renamed = with_head_rows(renamed, data, options, where)
     return foreign_config(data, renamed, layout, options, where, strict), layout, named
 
 
@@ -178,6 +181,8 @@ def read_head(
     if own is None:
         config, layout, named = read_config(folder, stored, options, strict)
         tensors, left_out = module_tensors(stored)
+        if layout not in ("training", "universal"):
+            tensors = with_head_rows(tensors, read_json(folder / "config.json"), options, where)
     else:
         data = read_json(folder / "config.json")
         (config, tensors), layout, named = own.layout.read(data, stored, where), own.name, data.get("torch_dtype")

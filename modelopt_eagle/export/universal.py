@@ -45,15 +45,25 @@ NESTED = (
 NESTED_WITHOUT_EFFECT = ("parallel_draft_heads_num_layers", "has_lm_head")
 EFFECTS_NOT_HERE = (
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale",
-    "final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "use_qk_norm", "qk_norm", "clip_qkv",
+    "final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
 )  # fmt: skip
 """Keys of other decoder layers that change a head's numbers and that no head here has."""
+NEUTRAL = (None, False, 1)
+"""Values of such keys that change nothing; ``True`` does, though it equals 1."""
 NESTED_ALWAYS = {
-    "use_aux_hidden_state": True,
-    "next_layer_regular": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
+    "use_aux_hidden_state": "the head takes the target's final state as it is, and heads here read captured layers "
+    "through fc: vLLM serves such a head as it is; to train one for this target, start a new one",
+    "next_layer_regular": "every layer of the head reads the token embedding, and here only the first does: serve it "
+    "with the tool that made it, or start a new one",
 }
+"""Parts of ``eagle_config`` that are true in every head here; what a head without them is, and the way out."""
+NESTED_NORMS = {"use_input_layernorm_in_first_layer": "embedding_norm", "use_last_layernorm": "last_norm"}
+"""Norms that a head may do without: key in ``eagle_config`` to the field."""
+WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
+BASES = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
+"""Names of the rotary base; engines read the first alone."""
+QWEN3 = ("Eagle3Qwen3ForCausalLM", "qwen3")
+"""Architecture and type of a Llama layer with norms of queries and keys."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -92,7 +102,7 @@ def file_tensors(module: EagleModule, dtype: torch.dtype, layer_names: str = "mi
         tensors[name] = tensor
         if re.match(r"layers\.[1-9]\d*\.input_layernorm\.", name):
             tensors[name.replace("input_layernorm", "hidden_norm")] = tensor
-    if config.attention_bias:  # engines give o_proj a bias with the others; the head has none
+    if config.attention_bias and not config.qk_norm:  # engines' Llama layers give o_proj one too; the head has none
         for index in range(config.num_hidden_layers):
             name = f"layers.{index}.self_attn.o_proj.bias"
             tensors[name] = torch.zeros(config.hidden_size)
@@ -113,9 +123,10 @@ def universal_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     """
     theta, scaling, decoder = float(config.rope_theta), config.rope_scaling, DECODERS[config.decoder_type]
     rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    architecture, model_type = QWEN3 if config.qk_norm else (decoder.architecture, decoder.model_type)
     data: dict[str, Any] = {
-        "architectures": [decoder.architecture],
-        "model_type": decoder.model_type,
+        "architectures": [architecture],
+        "model_type": model_type,
         "torch_dtype": dtype_name(dtype),
         "dtype": dtype_name(dtype),
         "tie_word_embeddings": False,
@@ -125,7 +136,14 @@ def universal_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     data.update({"rope_theta": theta, "rope_scaling": dict(scaling) if scaling else None, "rope_parameters": rope})
     data.update({name: True for name in FLAGS if getattr(config, name)})
     data["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in config.aux_layer_ids]
-    data["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids), **NESTED_ALWAYS}
+    data["eagle_config"] = {
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layer_ids),
+        **dict.fromkeys(NESTED_ALWAYS, True),
+        **{key: getattr(config, name) for key, name in NESTED_NORMS.items()},
+    }
+    if config.sliding_window:
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+        data.update({"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds})
     if config.norm_before_fc:
         data["eagle_config"]["norm_before_fc"] = True
     record = {name: getattr(config, name) for name in RECORD if getattr(config, name)}
@@ -146,8 +164,11 @@ def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] 
     Raises:
         CheckpointError: two bases or two types, or only part of each head rotated.
     """
-    new = dict(data.get("rope_parameters") or {})
-    old = dict(data.get("rope_scaling") or {})
+    new = without_sections(data.get("rope_parameters") or {})
+    old = without_sections(data.get("rope_scaling") or {})
+    third = data.get("rope") or {}
+    if not isinstance(third, dict) or set(third) - {"theta", "base", "rope_theta"}:
+        raise CheckpointError(f"{where}: the key rope holds {third!r}; a base is read of it and nothing else")
     for block in (new, old, data):
         if "proportional" in (block.get("rope_type"), block.get("type")):
             continue  # there it is part of the type, and whole heads are rotated
@@ -156,7 +177,8 @@ def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] 
             raise CheckpointError(f"{where}: partial_rotary_factor is {share}; heads here rotate whole attention heads")
         if block is not data:
             block.pop("partial_rotary_factor", None)
-    bases = {float(b) for b in (new.pop("rope_theta", None), old.pop("rope_theta", None), data.get("rope_theta")) if b}
+    named = [new.pop("rope_theta", None), old.pop("rope_theta", None), *third.values()]
+    bases = {float(base) for base in (*named, *(data.get(name) for name in BASES)) if base}
     if len(bases) > 1:
         raise CheckpointError(
             f"{where} declares several rotary bases: {sorted(bases)}; keep the one it was trained with"
@@ -173,13 +195,27 @@ def parse_rope(data: dict[str, Any], where: str) -> tuple[float, dict[str, Any] 
     return (bases.pop() if bases else 10000.0), scaling
 
 
+def without_sections(block: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters without the sections of a multimodal embedding (Qwen-VL).
+
+    Sections spread the three positions of an image's patches over a head's frequencies; a head here, as in engines, is
+    given the one position of each token, for which every section says the same. ``mrope`` is an old name of plain
+    frequencies with sections.
+    """
+    block = {key: value for key, value in block.items() if key not in ("mrope_section", "mrope_interleaved")}
+    for key in ("type", "rope_type"):
+        if block.get(key) == "mrope":
+            block[key] = "default"
+    return block
+
+
 def check_known_keys(data: dict[str, Any], where: str) -> None:
     """Refuse keys that nothing reads: a flag that the graph ignores serves other numbers than were trained.
 
     Raises:
         CheckpointError: an unknown key, top level or under ``eagle_config``, with the nearest known one.
     """
-    known = {*SAME_NAME, *FLAGS, *OWN_SIZES, *IGNORED}
+    known = {*SAME_NAME, *FLAGS, *OWN_SIZES, *WINDOW_KEYS, *IGNORED}
     nested = data.get("eagle_config") or {}
     for key, names in [*((k, known) for k in data), *((k, set(NESTED)) for k in nested)]:
         if key not in names:
@@ -189,21 +225,18 @@ def check_known_keys(data: dict[str, Any], where: str) -> None:
                 + (f"; did you mean {near[0]!r}?" if near else "")
                 + "; remove it, or load with strict=False (--no-strict)"
             )
-    check_recipe(data, where)
 
 
 def check_recipe(data: dict[str, Any], where: str) -> None:
     """Refuse an ``eagle_config`` whose fixed parts are not those of the heads here, such as "last state only".
 
     Raises:
-        CheckpointError: the first one that differs.
+        CheckpointError: the first one that differs, with what it means.
     """
     nested = data.get("eagle_config") or {}
-    for key, value in NESTED_ALWAYS.items():
-        if nested.get(key, value) != value:
-            raise CheckpointError(
-                f"{where}: eagle_config.{key} is {nested[key]!r}; this toolkit has heads with {value}"
-            )
+    for key, meaning in NESTED_ALWAYS.items():
+        if not nested.get(key, True):
+            raise CheckpointError(f"{where}: eagle_config.{key} is {nested[key]!r}: {meaning}")
 
 
 def check_effects(outer: dict[str, Any], layer: dict[str, Any], where: str) -> None:
@@ -218,11 +251,7 @@ def check_effects(outer: dict[str, Any], layer: dict[str, Any], where: str) -> N
         CheckpointError: a key with an effect, with its value.
     """
     nested = outer.get("eagle_config") or {}
-    found = {key: layer[key] for key in EFFECTS_NOT_HERE if layer.get(key) not in (None, False, 1)}
-    kinds = layer.get("layer_types")
-    windowed = "sliding_attention" in kinds if kinds else layer.get("use_sliding_window", True)
-    if layer.get("sliding_window") and windowed:
-        found["sliding_window"] = layer["sliding_window"]
+    found = {key: layer[key] for key in EFFECTS_NOT_HERE if layer.get(key) is True or layer.get(key) not in NEUTRAL}
     for key, value in nested.items():
         harmless = value in (None, False) or (key == "parallel_draft_step" and value == 1)
         if key not in (*NESTED, *NESTED_WITHOUT_EFFECT, "return_hidden_post_norm") and not harmless:
@@ -254,27 +283,71 @@ def aux_ids_of(data: dict[str, Any], where: str) -> tuple[int, ...] | None:
     return tuple(int(i) for i in ids) if ids else None
 
 
-def parse_universal(data: dict[str, Any], *, strict: bool, own_embedding: bool, where: str) -> DraftConfig:
+def window_of(data: dict[str, Any], layers: int, where: str) -> int | None:
+    """The sliding window of a head, in positions; ``None`` for none.
+
+    Args:
+        data: the part of a config that describes the decoder layer.
+        layers: of the head.
+
+    Raises:
+        CheckpointError: windows in some layers only, or a window of which the config does not say whether it is used.
+    """
+    window, kinds = data.get("sliding_window"), list(data.get("layer_types") or ())[:layers]
+    if not window:
+        return None
+    if not kinds:
+        used = data.get("use_sliding_window", True if data.get("model_type") == "mistral" else None)
+        if used is None:
+            raise CheckpointError(
+                f"{where}: sliding_window is {window}, and neither layer_types nor use_sliding_window says whether the "
+                "head was trained with it; which? answer with --sliding-window N (0: none)"
+            )
+        return int(window) if used else None
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    if any(sliding) and not all(sliding):
+        raise CheckpointError(
+            f"{where}: layer_types {kinds} has a window in some layers only, and a head here has it in all or none: "
+            "serve it with the tool that made it, or start a new one with eagle.sliding_window"
+        )
+    return int(window) if all(sliding) else None
+
+
+def parse_universal(
+    data: dict[str, Any],
+    *,
+    strict: bool,
+    own_embedding: bool,
+    where: str,
+    aux_layer_ids: tuple[int, ...] | None = None,
+) -> DraftConfig:
     """Inverse of :func:`universal_config`.
+
+    Args:
+        aux_layer_ids: the captured layers, where the caller answers for them.
 
     Raises:
         CheckpointError: missing, unknown or contradicting keys.
     """
     if strict:
         check_known_keys(data, where)
+    check_recipe(data, where)
     record = data.get("modelopt_eagle") or {}
     decoder = record.get("decoder_type") or decoder_of(data).name
-    if decoder not in ARCHITECTURES or data.get("architectures") != [ARCHITECTURES[decoder]]:
+    qk_norm = data.get("architectures") == [QWEN3[0]]
+    if decoder not in ARCHITECTURES or not (qk_norm or data.get("architectures") == [ARCHITECTURES[decoder]]):
         raise CheckpointError(
             f"{where}: architectures {data.get('architectures')} is not what a {decoder} head has: "
             f"{[ARCHITECTURES.get(decoder)]}"
         )
-    ids = aux_ids_of(data, where)
+    ids = aux_layer_ids or aux_ids_of(data, where)
     if ids is None:
-        raise CheckpointError(f"{where} names no auxiliary layers: give them with --aux-layer-ids")
+        raise CheckpointError(f"{where} names no auxiliary layers; which? answer with --aux-layer-ids")
     theta, scaling = parse_rope(data, where)
     values = {name: data[name] for name in SAME_NAME if name in data}
     values.update({name: bool(data.get(name, False)) for name in FLAGS})
+    nested = data.get("eagle_config") or {}
+    values.update({name: bool(nested.get(key, True)) for key, name in NESTED_NORMS.items()})
     values.update({name: data.get(name) for name in DECODERS[decoder].sizes})
     values.update({name: record[name] for name in RECORD if name in record})
     return DraftConfig.from_dict(
@@ -285,5 +358,7 @@ def parse_universal(data: dict[str, Any], *, strict: bool, own_embedding: bool, 
             "rope_theta": theta,
             "rope_scaling": scaling,
             "own_embedding": own_embedding,
+            "qk_norm": qk_norm,
+            "sliding_window": window_of(data, int(data.get("num_hidden_layers") or 1), where),
         }
     )

@@ -68,7 +68,12 @@ def check_head(recipe: Recipe, tables: TableTarget, aux_layer_ids) -> None:
     head_config(recipe, tables, recipe.eagle.draft_vocab_size if vocab is None else vocab.size, aux_layer_ids)
 
 
-def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Tensor | None = None) -> DraftModule:
+def continued_head(
+    recipe: Recipe,
+    identity: TargetIdentity,
+    embedding: torch.Tensor | None = None,
+    lm_head: torch.Tensor | None = None,
+) -> DraftModule:
     """The head at ``model.draft_init``, of whatever tool; its sizes, layers and vocabulary map are kept.
 
     With ``model.draft_init_vocab: rebuild`` the map is replaced later, by :func:`rebuild_vocabulary`.
@@ -76,6 +81,7 @@ def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Te
     Args:
         identity: of the target, see ``Target.identity()``; its depth tells the layers of heads that do not name them.
         embedding: the target's, ``[V, Ht]``; a copy of it in the head's folder is left out, not trained.
+        lm_head: the target's, ``[V, Ht]``; a head without its own starts with its rows.
 
     Raises:
         RecipeError: the recipe asks for another structure than the head has.
@@ -90,7 +96,7 @@ def continued_head(recipe: Recipe, identity: TargetIdentity, embedding: torch.Te
             vocab_size=identity.vocab_size,
             tokenizer_hash=identity.tokenizer_hash,
             dtype="float32",
-            options=ReadOptions(target_layers=identity.num_layers),
+            options=ReadOptions(target_layers=identity.num_layers, lm_head=lm_head),
         )
     except CheckpointError as error:
         if "answer with --" not in str(error):

@@ -131,7 +131,9 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     offline = not recipe.data.runs_target
     target = load(recipe, accelerator.device) if given.target is None else given.target
     embedding, config = target.embedding_weight, target.config
-    head = continued_head(recipe, target.identity(), embedding) if recipe.model.draft_init is not None else None
+    head = None
+    if recipe.model.draft_init is not None:
+        head = continued_head(recipe, target.identity(), embedding, target.head.weight)
     ids = layer_ids(recipe, config, head)
     identity = target.identity()
     say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "

@@ -10,7 +10,7 @@ from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import engine_reasons, engines, export_checkpoint, inspect_checkpoint
 from modelopt_eagle.export.engines import ENGINES, engine_of
-from modelopt_eagle.export.engines.profile import Engine, Since
+from modelopt_eagle.export.engines.profile import LAYERS, Engine, Since
 from modelopt_eagle.export.engines.versions import features_of, parse_versions, parts_of
 from modelopt_eagle.export.universal import FLAGS
 from modelopt_eagle.serving.check import RUNNERS
@@ -32,7 +32,7 @@ def test_every_engine_file_is_in_the_table_once():
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_every_engine_says_the_same_things(engine):
     rules, quantised = engine.loads, engine.quantised
-    assert set(rules.architectures) <= set(DECODERS) and set(rules.flags) == set(FLAGS)
+    assert set(rules.architectures) <= set(LAYERS) and set(DECODERS) <= set(LAYERS) and set(rules.flags) == set(FLAGS)
     assert all(where in ("top", "nested", "both") for where, _ in rules.flags.values())
     assert rules.ids_key in ("top", "nested", "serving") and rules.counts_captures_by in ("nested", "served")
     assert set(quantised.algorithms.values()) <= FORMATS
@@ -41,7 +41,8 @@ def test_every_engine_says_the_same_things(engine):
     assert engine.source and engine.tested.startswith(engine.version) and parts_of(engine.version)
     several = build_head(**LATENT, num_hidden_layers=2, aux_layer_ids=(1, 2), **dict.fromkeys(FLAGS, True))
     parts = set(features_of(several.config, quantised=True))
-    parts |= set(features_of(build_head(attention_bias=True).config, layer_names="layers"))
+    other = build_head(attention_bias=True, qk_norm=True, sliding_window=64)
+    parts |= set(features_of(other.config, layer_names="layers"))
     assert set(engine.since) <= parts
     assert engine.runner is None or RUNNERS[engine.key].is_file()
 
@@ -50,7 +51,7 @@ def toy_engine() -> Engine:
     """Reads everything as vLLM does, from release 2 on, under a name nobody has heard of."""
     return dataclasses.replace(
         ENGINES["vllm"], key="toy", name="Toy", aliases=("toy-server",), version="3.0", tested="3.0 (never)",
-        loads=dataclasses.replace(ENGINES["vllm"].loads, qkv_bias=False),
+        loads=dataclasses.replace(ENGINES["vllm"].loads, qkv_bias=()),
         since={"an EAGLE-3 head": Since("1.0", None, "toy.py"), "fc_norm": Since("2.0", "1.9", "toy.py")},
         serve=lambda order: [f"{order.need}: toy-serve {order.target}"], serve_adapted=None, runner=None,
     )  # fmt: skip

@@ -26,6 +26,8 @@ NEEDS = [
     ({"aux_layer_ids": (2, 5)}, "0.22.0", "0.5.12"),
     ({"num_hidden_layers": 2}, "0.11.1", "0.5.12"),
     (LATENT, "0.18.0", "0.5.12"),
+    ({"sliding_window": 64}, "0.11.1", "0.5.23"),
+    ({"qk_norm": True}, "0.24.0", "0.4.9"),
 ]
 
 
@@ -52,7 +54,8 @@ def test_every_release_is_newer_than_the_one_without_and_no_newer_than_the_profi
     features = set(features_of(build_head(**LATENT, fc_norm=True, norm_output=True, norm_before_fc=True,
                                           norm_before_residual=True, num_hidden_layers=2, aux_layer_ids=(1, 2)).config,
                                quantised=True))  # fmt: skip
-    features |= set(features_of(build_head(attention_bias=True).config, layer_names="layers"))
+    other = build_head(attention_bias=True, qk_norm=True, sliding_window=64)
+    features |= set(features_of(other.config, layer_names="layers"))
     assert set(SINCE["vllm"]) | set(SINCE["sglang"]) == features
 
 

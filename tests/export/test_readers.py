@@ -247,12 +247,10 @@ def nested(**keys):
     ("change", "message"),
     [
         (nested(use_aux_hidden_state=False), "use_aux_hidden_state is False"),
-        (nested(use_last_layernorm=False), "use_last_layernorm is False"),
+        (nested(use_last_layernorm=False), "unexpected norm.weight"),
         (nested(eh_proj_before_attn=True), "eagle_config.eh_proj_before_attn True"),
         (nested(parallel_draft_step=4), "parallel_draft_step 4"),
         (lambda d: {**d, "residual_multiplier": 0.5}, "residual_multiplier 0.5"),
-        (lambda d: {**d, "sliding_window": 512, "use_sliding_window": True}, "sliding_window 512"),
-        (lambda d: {**d, "sliding_window": 512, "layer_types": ["sliding_attention"]}, "sliding_window 512"),
         (lambda d: {**d, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         (lambda d: {**d, "rope_parameters": {"rope_theta": 5e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
     ],

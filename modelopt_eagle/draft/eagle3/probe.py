@@ -13,11 +13,11 @@ FAR_POSITION = 1500
 """The last positions lie here, so that rotary tables that differ only far out differ in the result."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """``q [S,h,dk], k [S,hkv,dk], v [S,hkv,dv] -> [S, h·dv]``, plain causal attention."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """``q [S,h,dk], k [S,hkv,dk], v [S,hkv,dv], visible [S,S] -> [S, h·dv]``, plain attention."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (t.transpose(0, 1) for t in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1).flatten(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(0, 1).flatten(1)
 
 
 @torch.no_grad()
@@ -40,13 +40,15 @@ def probe(module: EagleModule, seed: int = 0) -> Tensor:
     positions = torch.arange(LENGTH)
     positions[LENGTH // 2 :] += FAR_POSITION
     cos, sin = copy.rotary(positions)  # [S,d/2]
+    distance = positions[:, None] - positions  # [S,S]
+    visible = (distance >= 0) & (distance < (config.sliding_window or distance.max() + 1))
     state = copy.fuse(aux)  # [S,H]
     logits = []
     for step in range(2):
         hidden = state
         for index, layer in enumerate(copy.layers):
             q, k, v, residual = layer.project(embeddings[step] if index == 0 else None, hidden, cos, sin)
-            hidden = layer.combine(causal_attention(q, k, v, layer.scale), residual)  # [S,H]
+            hidden = layer.combine(causal_attention(q, k, v, layer.scale, visible), residual)  # [S,H]
         logits.append(copy.lm_head(copy.head_input(hidden)))  # [S,Vd]
         state = copy.next_state(hidden)
     return torch.stack(logits)

@@ -17,13 +17,13 @@ from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export.engines import ENGINES, engine_of
-from modelopt_eagle.export.engines.profile import LoadRules
+from modelopt_eagle.export.engines.profile import LoadRules, kind_of
 from modelopt_eagle.export.engines.quantisation import quant_reasons
 from modelopt_eagle.export.foreign import ReadOptions
 from modelopt_eagle.export.load import read_config, read_head
 from modelopt_eagle.export.quant_formats import is_quantised, plain_shapes
 from modelopt_eagle.export.tensors import module_shapes, read_json, read_tensors
-from modelopt_eagle.export.universal import FLAGS
+from modelopt_eagle.export.universal import FLAGS, without_sections
 
 SIZES = (
     "num_hidden_layers", "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
@@ -61,7 +61,7 @@ def expected_tensors(
                     rest = rest.replace("input_layernorm", rules.norm_above_first)
                 name = f"{above}.{rest}"
         expected[name] = shape
-    if config.attention_bias and rules.qkv_bias:
+    if config.attention_bias and kind_of(config) in rules.output_bias:
         for n in range(config.num_hidden_layers):
             layer = first if n == 0 else rules.next_layers.format(n=n)
             expected[f"{layer}.self_attn.o_proj.bias"] = (config.hidden_size,)
@@ -111,15 +111,20 @@ def config_reasons(
 ) -> list[str]:
     """What the engine would build differently from the trained ``config``; ``target_layers``: if it is known."""
     reasons = [f"needs the key {key}: {effect}" for key, effect in rules.required_keys.items() if key not in data]
-    allowed = rules.architectures.get(config.decoder_type, ())
-    if not set(data.get("architectures") or ()) & set(allowed):
+    kind = kind_of(config)
+    allowed = rules.architectures.get(kind, ())
+    if not allowed:
+        reasons.append(f"has no {kind} head" if not config.qk_norm else "has no head with norms of queries and keys")
+    elif not set(data.get("architectures") or ()) & set(allowed):
         reasons.append(f"routes {' or '.join(allowed)} to this decoder, the config says {data.get('architectures')}")
+    if data.get("model_type") in rules.rewrites:
+        reasons.append(f"{rules.rewrites[data['model_type']]}, as its model_type is {data['model_type']}")
     for flag in FLAGS:
-        where, decoders = rules.flags[flag]
+        where, kinds = rules.flags[flag]
         wanted = getattr(config, flag)
-        seen = config.decoder_type in decoders and flag_seen(data, flag, where)
+        seen = kind in kinds and flag_seen(data, flag, where)
         if wanted != seen:
-            state = "has no" if config.decoder_type not in decoders else f"reads {where} level and finds {seen} for"
+            state = "has no" if kind not in kinds else f"reads {where} level and finds {seen} for"
             reasons.append(f"{state} {flag}, which the head was trained with" if wanted else f"turns {flag} on")
     counted = captures_counted(data) if rules.counts_captures_by == "nested" else config.num_aux
     if counted != config.num_aux:
@@ -133,20 +138,38 @@ def config_reasons(
         reasons.append("leaves out fc, and takes the captured state as it is")
     if config.num_hidden_layers > 1 and config.decoder_type in rules.single_layer:
         reasons.append(f"serves heads of one layer, this one has {config.num_hidden_layers}")
-    if config.attention_bias and not rules.qkv_bias:
+    if config.attention_bias and kind not in rules.qkv_bias:
         reasons.append("has no attention bias and drops it without a word")
-    if config.mlp_bias and not rules.mlp_bias:
+    if config.mlp_bias and kind not in rules.mlp_bias:
         reasons.append("has no bias in the feed-forward part and drops it without a word")
     if config.own_embedding and config.hidden_size == config.target_hidden_size and rules.shares_embedding:
         reasons.append("puts the target's embedding in place of the head's own")
     if DECODERS[config.decoder_type].latent and not config.q_lora_rank and rules.needs_q_lora_rank:
         reasons.append("needs q_lora_rank in latent attention")
-    if data.get("tie_word_embeddings"):
+    if not config.last_norm:
+        reasons.append("norms the output before lm_head, the head was trained without that norm")
+    if not config.embedding_norm:
+        reasons.append("norms the token embedding, the head was trained without that norm")
+    if data.get("tie_word_embeddings") and rules.ties:
         reasons.append("is told to tie lm_head to the embedding; the head has its own")
     for key in SIZES:
         if data.get(key) is not None and data[key] != getattr(config, key):
             reasons.append(f"takes {key} {data[key]}, the head was trained with {getattr(config, key)}")
+    reasons += window_reasons(data, config, rules)
     return reasons + id_reasons(data, config, rules) + rope_reasons(data, config, rules)
+
+
+def window_reasons(data: dict[str, Any], config: DraftConfig, rules: LoadRules) -> list[str]:
+    """Whether the engine would let a query see the keys that the head was trained to see."""
+    told = rules.window.get(kind_of(config))
+    if told == "serving":
+        return []  # named in its serving options; the model card prints them
+    kinds = list(data.get("layer_types") or ())[: config.num_hidden_layers]
+    seen = data.get("sliding_window") if told == "config" and "sliding_attention" in kinds else None
+    if seen == config.sliding_window:
+        return []
+    shown = [f"{window} positions back" if window else "everything before" for window in (seen, config.sliding_window)]
+    return [f"lets a query see {shown[0]}, the head was trained to see {shown[1]}"]
 
 
 def id_reasons(data: dict[str, Any], config: DraftConfig, rules: LoadRules) -> list[str]:
@@ -168,12 +191,14 @@ def rope_reasons(data: dict[str, Any], config: DraftConfig, rules: LoadRules) ->
     base, scaling = 10000.0, None
     for layout in rules.rope_keys:
         if layout == "rope_parameters" and data.get("rope_parameters"):
-            block = dict(data["rope_parameters"])
+            block = without_sections(data["rope_parameters"])
             base = float(block.pop("rope_theta", data.get("rope_theta") or base))
             scaling = None if block.get("rope_type", "default") == "default" else block
             break
         if layout == "rope_theta" and data.get("rope_theta"):
-            base, scaling = float(data["rope_theta"]), data.get("rope_scaling")
+            base, block = float(data["rope_theta"]), without_sections(data.get("rope_scaling") or {})
+            block["rope_type"] = block.pop("type", None) or block.get("rope_type", "default")
+            scaling = None if block["rope_type"] == "default" else block
             break
     reasons = []
     trained, latent = config.rope_scaling or {}, DECODERS[config.decoder_type].latent

@@ -14,8 +14,13 @@ from fnmatch import fnmatchcase
 
 from modelopt_eagle.draft import DraftConfig
 
-BOTH = ("llama", "kimik2")
-"""The decoder types that the engines' code was read for."""
+LAYERS = ("llama", "qwen3", "kimik2")
+"""The kinds of layer that the engines' code was read for."""
+
+
+def kind_of(config: DraftConfig) -> str:
+    """The kind of a head's layers as engines tell them apart: ``llama``, ``qwen3`` (with query and key norms), ..."""
+    return "qwen3" if config.qk_norm else config.decoder_type
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class LoadRules:
     """How an engine reads a draft folder.
 
     Attributes:
-        architectures: decoder type to the names it routes to an EAGLE-3 head of that type.
+        architectures: kind of layer (see :func:`kind_of`) to the names it routes to an EAGLE-3 head of that kind.
+        rewrites: ``model_type`` to what it makes of a draft that names it.
         rename: (pattern, replacement) applied to tensor names in turn; ``rename_several``: in a head of several layers.
         first_layer: name of layer 0 in the engine; ``first_of_several``: the same in a head of several layers.
         next_layers: pattern of those above (``{n}``).
@@ -31,11 +37,15 @@ class LoadRules:
         drops_unknown: tensors it does not know are dropped without a word (else loading fails).
         ids_key: where it reads the captured layers: ``top``, ``nested`` or ``serving`` (its own serving options).
         ids_offset: output layer = value read + this.
+        window: kind of layer to how it is told of a sliding window: ``config`` (``layer_types`` and
+            ``sliding_window``) or ``serving`` (its own serving options); a kind that is not named sees everything.
         required_keys: keys without which it fails or serves something else, with what happens.
-        flags: flag to where it is read (``top``, ``nested``, ``both``), decoder types that honour it.
-        qkv_bias, mlp_bias: whether biases of the attention and of the feed-forward part are loaded.
+        flags: flag to where it is read (``top``, ``nested``, ``both``), kinds of layer that honour it.
+        qkv_bias, mlp_bias: kinds of layer whose biases of the attention and of the feed-forward part are loaded.
+        output_bias: those whose attention has an output bias with the others.
         skips_fc: heads whose fc it leaves out: of ``one_layer``, of ``equal_widths`` (features as wide as the head).
         norms_both: with ``norm_before_fc`` and ``fc_norm`` on, it applies both.
+        ties: ``tie_word_embeddings`` puts the embedding in the place of ``lm_head``.
         shares_embedding: it replaces the head's own table by the target's when their widths are equal.
         rope_keys: the layouts it reads, in order.
         rounds_latent_yarn: it rounds YaRN's bounds in latent attention, whatever ``truncate`` says.
@@ -48,6 +58,7 @@ class LoadRules:
     """
 
     architectures: Mapping[str, tuple[str, ...]]
+    rewrites: Mapping[str, str]
     rename: tuple[tuple[str, str], ...]
     rename_several: tuple[tuple[str, str], ...]
     first_layer: str
@@ -57,12 +68,15 @@ class LoadRules:
     drops_unknown: bool
     ids_key: str
     ids_offset: int
+    window: Mapping[str, str]
     required_keys: Mapping[str, str]
     flags: Mapping[str, tuple[str, tuple[str, ...]]]
-    qkv_bias: bool
-    mlp_bias: bool
+    qkv_bias: tuple[str, ...]
+    mlp_bias: tuple[str, ...]
+    output_bias: tuple[str, ...]
     skips_fc: tuple[str, ...]
     norms_both: bool
+    ties: bool
     shares_embedding: bool
     rope_keys: tuple[str, ...]
     rounds_latent_yarn: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelopt_eagle.export.engines.profile import (
-    BOTH,
+    LAYERS,
     Engine,
     LoadRules,
     Order,
@@ -18,14 +18,16 @@ SPLITS_KV_B = "it splits kv_b_proj after loading and takes floating numbers only
 
 
 def serve(order: Order) -> list[str]:
-    """The server's command line."""
+    """The server's command line; it is told of a window as the number of keys before the query's own."""
+    window = order.config.sliding_window
+    told = f" \\\n    --speculative-draft-window-size {window - 1}" if window else ""
     return [
         f"{order.need}, tested with {order.tested}:",
         "",
         "```bash",
         f"python -m sglang.launch_server --model-path {order.target} --speculative-algorithm EAGLE3 \\",
         "    --speculative-draft-model-path THIS_FOLDER --speculative-num-steps 3 --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens 4",
+        f"--speculative-num-draft-tokens 4{told}",
         "```",
     ]
 
@@ -40,6 +42,7 @@ ENGINE = Engine(
     tested="0.5.23 (by its loader's rules)",
     loads=LoadRules(
         architectures={"llama": ("LlamaForCausalLMEagle3",), "kimik2": ("Eagle3DeepseekV2ForCausalLM",)},
+        rewrites={},
         rename=((r"midlayer\.", "layers.0."),),
         rename_several=((r"midlayer\.", "layers.0."),),
         first_layer="layers.0",
@@ -49,6 +52,7 @@ ENGINE = Engine(
         drops_unknown=True,
         ids_key="nested",
         ids_offset=0,
+        window={"llama": "serving"},
         required_keys={
             "draft_vocab_size": "releases before 0.5.2 read the attribute and fail without it",
             "eagle_config": "it then captures its default triple",
@@ -56,13 +60,15 @@ ENGINE = Engine(
         flags={
             "norm_before_residual": ("top", ()),
             "norm_before_fc": ("both", ("llama",)),
-            "fc_norm": ("top", BOTH),
-            "norm_output": ("top", BOTH),
+            "fc_norm": ("top", LAYERS),
+            "norm_output": ("top", LAYERS),
         },
-        qkv_bias=False,
-        mlp_bias=False,
+        qkv_bias=(),
+        mlp_bias=(),
+        output_bias=(),
         skips_fc=("equal_widths",),
         norms_both=True,
+        ties=True,
         shares_embedding=True,
         rope_keys=("rope_parameters", "rope_theta"),
         rounds_latent_yarn=False,
@@ -97,6 +103,7 @@ ENGINE = Engine(
         "layers.0 names": Since("0.5.12", "0.5.11", LLAMA_FILE),
         "latent attention": Since("0.5.12", "0.5.11", "srt/models/kimi_k25_eagle3.py"),
         "norm_before_fc": Since("0.5.17", "0.5.16", LLAMA_FILE),
+        "a sliding window": Since("0.5.23", "0.5.22", LLAMA_FILE),
     },
     serve=serve,
 )

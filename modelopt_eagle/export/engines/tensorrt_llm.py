@@ -5,7 +5,7 @@ Its released packages were not compared, so from which release on it reads each 
 
 from __future__ import annotations
 
-from modelopt_eagle.export.engines.profile import BOTH, Engine, LoadRules, Order, QuantRules, shell_pattern
+from modelopt_eagle.export.engines.profile import LAYERS, Engine, LoadRules, Order, QuantRules, shell_pattern
 
 NOBODY_READ = "its code was not read for quantised heads of this type, so it is not known to serve them"
 
@@ -39,6 +39,7 @@ ENGINE = Engine(
             "llama": ("LlamaForCausalLMEagle3", "LlamaForCausalLM"),
             "kimik2": ("Eagle3DeepseekV2ForCausalLM",),
         },
+        rewrites={},
         rename=((r"^layers\.0\.", "midlayer."),),
         rename_several=((r"^layers\.(\d+)\.", r"midlayer.\1."),),
         first_layer="midlayer",
@@ -48,20 +49,23 @@ ENGINE = Engine(
         drops_unknown=True,
         ids_key="serving",
         ids_offset=0,
+        window={},
         required_keys={
             "draft_vocab_size": "it tells an EAGLE-3 head by this key",
             "rope_theta": "it reads the old layout only and takes 10000",
         },
         flags={
             "norm_before_residual": ("top", ()),
-            "norm_before_fc": ("nested", BOTH),
-            "fc_norm": ("top", BOTH),
-            "norm_output": ("top", BOTH),
+            "norm_before_fc": ("nested", LAYERS),
+            "fc_norm": ("top", LAYERS),
+            "norm_output": ("top", LAYERS),
         },
-        qkv_bias=True,
-        mlp_bias=True,
+        qkv_bias=("llama",),
+        mlp_bias=("llama", "kimik2"),
+        output_bias=("llama",),
         skips_fc=("one_layer", "equal_widths"),
         norms_both=False,
+        ties=True,
         shares_embedding=True,
         rope_keys=("rope_theta",),
         rounds_latent_yarn=False,

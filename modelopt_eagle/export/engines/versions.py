@@ -60,6 +60,8 @@ def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: st
         "attention_bias": config.attention_bias,
         "several draft layers": config.num_hidden_layers > 1,
         "another number of captured layers than 3": config.num_aux != 3,
+        "norms of queries and keys": config.qk_norm,
+        "a sliding window": config.sliding_window is not None,
         "latent attention": DECODERS[config.decoder_type].latent,
         "layers.0 names": layer_names == "layers" and config.num_hidden_layers == 1,
         "a quantised head": quantised,

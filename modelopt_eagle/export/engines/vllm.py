@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelopt_eagle.export.engines.profile import (
-    BOTH,
+    LAYERS,
     Engine,
     LoadRules,
     Order,
@@ -51,8 +51,12 @@ ENGINE = Engine(
     loads=LoadRules(
         architectures={
             "llama": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+            "qwen3": ("Eagle3Qwen3ForCausalLM",),
             "kimik2": ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
         },
+        rewrites=dict.fromkeys(
+            ("deepseek_v3", "deepseek_v32"), "turns it into a multi-token-prediction model of the target"
+        ),
         rename=((r"midlayer\.", "layers.0."),),
         rename_several=((r"midlayer\.", "layers.0."),),
         first_layer="layers.0",
@@ -62,20 +66,23 @@ ENGINE = Engine(
         drops_unknown=False,
         ids_key="top",
         ids_offset=-1,
+        window={"llama": "config", "qwen3": "config"},
         required_keys={
             "eagle_aux_hidden_state_layer_ids": "one of its runners then takes the default triple, the other "
             "reads the nested ids as layer inputs",
         },
         flags={
-            "norm_before_residual": ("top", BOTH),
-            "norm_before_fc": ("both", ("llama",)),
-            "fc_norm": ("top", BOTH),
-            "norm_output": ("top", BOTH),
+            "norm_before_residual": ("top", LAYERS),
+            "norm_before_fc": ("both", ("llama", "qwen3")),
+            "fc_norm": ("top", LAYERS),
+            "norm_output": ("top", LAYERS),
         },
-        qkv_bias=True,
-        mlp_bias=True,
+        qkv_bias=("llama", "qwen3"),
+        mlp_bias=("llama", "kimik2"),
+        output_bias=("llama",),
         skips_fc=(),
         norms_both=True,
+        ties=False,
         shares_embedding=False,
         rope_keys=("rope_parameters", "rope_theta"),
         rounds_latent_yarn=True,
@@ -99,6 +106,7 @@ ENGINE = Engine(
         "an EAGLE-3 head": Since("0.8.5", None, LLAMA_FILE),
         "layers.0 names": Since("0.8.5", None, LLAMA_FILE),
         "norm_before_residual": Since("0.10.1", "0.10.0", LLAMA_FILE),
+        "a sliding window": Since("0.10.2", "0.10.1", "model_executor/models/llama.py"),
         "eagle_aux_hidden_state_layer_ids": Since("0.11.1", "0.11.0", "v1/worker/gpu_model_runner.py"),
         "several draft layers": Since("0.11.1", "0.11.0", LLAMA_FILE),
         "a quantised head": Since("0.11.1", "0.11.0", LLAMA_FILE),
@@ -108,6 +116,7 @@ ENGINE = Engine(
         "fc_norm": Since("0.22.0", "0.21.0", LLAMA_FILE),
         "norm_output": Since("0.22.0", "0.21.0", LLAMA_FILE),
         "another number of captured layers than 3": Since("0.22.0", "0.21.0", LLAMA_FILE),
+        "norms of queries and keys": Since("0.24.0", "0.23.0", "model_executor/models/qwen3_eagle3.py"),
     },
     serve=serve,
     serve_adapted=serve_adapted,
