@@ -238,13 +238,14 @@ class DraftConfig:
     def describe(self) -> str:
         """The resolved architecture in words: its sizes, and every flag that is on."""
         flags = ("attention_bias", "mlp_bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-                 "own_embedding")  # fmt: skip
+                 "qk_norm", "own_embedding")  # fmt: skip
         scaling = "" if self.rope_scaling is None else f" ({self.rope_scaling.get('rope_type')})"
         parts = [
             f"{self.num_hidden_layers} {self.decoder_type} layers of {self.hidden_size}",
             f"{self.num_attention_heads} heads ({self.num_key_value_heads} of keys and values) of {self.head_dim}",
             f"feed-forward {self.intermediate_size}",
             f"rotary base {self.rope_theta:g}{scaling}",
+            *([f"window {self.sliding_window}"] if self.sliding_window else []),
             f"flags {', '.join(name for name in flags if getattr(self, name)) or 'none'}",
         ]
         return ", ".join(parts)

@@ -19,7 +19,15 @@ from modelopt_eagle.export.fitting import table_of, target_identity, with_own_em
 from modelopt_eagle.export.folders import whole_folder
 from modelopt_eagle.export.foreign import ReadOptions
 from modelopt_eagle.export.load import load_draft, read_head
-from modelopt_eagle.export.universal import FLAGS, RECORD, dtype_name, file_tensors, parse_dtype, universal_config
+from modelopt_eagle.export.universal import (
+    FLAGS,
+    NESTED_NORMS,
+    RECORD,
+    dtype_name,
+    file_tensors,
+    parse_dtype,
+    universal_config,
+)
 from modelopt_eagle.export.write import ExportReport, export_checkpoint, write_folder
 
 FORMATS = ("universal", "speculators", "eagle")
@@ -45,6 +53,9 @@ def check_speculators(config: DraftConfig) -> None:
             f"speculators builds fc for the head's own width, this head ({config.hidden_size}) has another than its "
             f"target ({config.target_hidden_size}): convert to universal"
         )
+    bare = [key for key, name in NESTED_NORMS.items() if not getattr(config, name)]
+    if bare:
+        raise ExportError(f"speculators' heads have the norms that {', '.join(bare)} leaves out: convert to universal")
     if config.norm_before_fc and config.fc_norm:
         raise ExportError("speculators allows norm_before_fc or fc_norm, not both: convert to universal")
 
@@ -54,6 +65,9 @@ def speculators_files(module: EagleModule, dtype: torch.dtype) -> tuple[dict[str
     config = module.config
     tensors = file_tensors(module, dtype, "layers")
     tensors = {n: t for n, t in tensors.items() if not ("hidden_norm" in n and not n.startswith("layers.0."))}
+    if config.attention_bias:  # its layers give o_proj a bias with the others, Qwen3's too
+        biases = [f"layers.{index}.self_attn.o_proj.bias" for index in range(config.num_hidden_layers)]
+        tensors.update({name: torch.zeros(config.hidden_size, dtype=dtype) for name in biases})
     data = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -87,6 +101,9 @@ def eagle_files(
     config = module.config
     on = [flag for flag in FLAGS if getattr(config, flag)]
     wrong = [f"the flag {flag}" for flag in on]
+    wrong += [f"{key} false" for key, name in NESTED_NORMS.items() if not getattr(config, name)]
+    wrong += ["norms of queries and keys"] if config.qk_norm else []
+    wrong += ["a sliding window"] if config.sliding_window else []
     wrong += ["attention biases"] if config.attention_bias or config.mlp_bias else []
     wrong += [f"{config.num_hidden_layers} layers"] if config.num_hidden_layers != 1 else []
     wrong += [f"a {config.decoder_type} decoder"] if not DECODERS[config.decoder_type].tool_formats else []

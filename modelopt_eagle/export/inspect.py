@@ -94,8 +94,8 @@ def dtype_notes(dtypes: list[str], target: torch.dtype | None) -> list[str]:
         return []
     named = dtype_name(target)
     return [
-        f"the head's numbers are {', '.join(others)}, the target's {named}: vLLM computes a draft in the target's dtype, "
-        f"so they are rounded there: export with --dtype {named}, and measure that"
+        f"the head's numbers are {', '.join(others)}, the target's {named}: vLLM computes drafts in that dtype, "
+        f"and rounds them: export with --dtype {named}, and measure that"
     ]
 
 

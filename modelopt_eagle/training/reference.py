@@ -50,9 +50,9 @@ def reference_rollout(
                 if step > 0:
                     keys.append(k)
                     values.append(v)
-                repeat = q.shape[0] // k.shape[0]
-                all_k = torch.stack(keys).repeat_interleave(repeat, 1)  # [m,h,d]
-                all_v = torch.stack(values).repeat_interleave(repeat, 1)
+                repeat, window = q.shape[0] // k.shape[0], module.config.sliding_window or len(keys)
+                all_k = torch.stack(keys[-window:]).repeat_interleave(repeat, 1)  # [m,h,d] one key a position
+                all_v = torch.stack(values[-window:]).repeat_interleave(repeat, 1)
                 weights = (torch.einsum("hd,mhd->hm", q, all_k) * layer.scale).softmax(-1)
                 output = layer.combine(torch.einsum("hm,mhd->hd", weights, all_v).flatten(), residual)  # [H]
                 rows[step][b][anchor] = module.head_input(output)

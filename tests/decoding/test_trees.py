@@ -26,6 +26,8 @@ HEADS = {
         "v_head_dim": 12,
     },
     "reduced vocabulary": {"draft_vocab_size": 64},
+    "windowed": {"sliding_window": 5},
+    "windowed, two layers": {"sliding_window": 5, "num_hidden_layers": 2, "qk_norm": True},
 }
 
 

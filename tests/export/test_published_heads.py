@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.draft.eagle3.probe import probe
-from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import (
     ReadOptions,
     convert_checkpoint,
@@ -19,9 +19,8 @@ from modelopt_eagle.export import (
     read_head,
 )
 from modelopt_eagle.export.fitting import with_own_embedding
-
-from .conftest import build_head, stand_in_tables
-from .foreign import foreign
+from tests.export.conftest import build_head, stand_in_tables
+from tests.export.foreign import foreign
 
 
 def edit(folder, change):
@@ -248,7 +247,7 @@ def test_a_head_without_a_norm_is_read_and_no_engine_serves_it(tmp_path, key, fi
 
 
 def test_vllm_takes_a_latent_head_of_another_type_for_something_else(tmp_path):
-    from .conftest import LATENT
+    from tests.export.conftest import LATENT
 
     export_checkpoint(build_head(**LATENT), None, tmp_path / "out")
     assert engine_reasons(tmp_path / "out", "vllm") == []
@@ -280,3 +279,16 @@ def test_a_head_in_another_dtype_than_its_target_is_said_to_be_rounded(tmp_path,
     shown = inspect_checkpoint(tmp_path / "out", ReadOptions(target_dtype=torch.bfloat16)).text()
     assert (f"the head's numbers are {dtype}, the target's bfloat16" in shown) == said
     assert "the target's" not in inspect_checkpoint(tmp_path / "out").text()
+
+
+def test_layouts_without_a_place_for_these_layers_refuse_them(tmp_path):
+    for to, overrides, message in (
+        ("eagle", {"qk_norm": True}, "norms of queries and keys"),
+        ("eagle", {"sliding_window": 64}, "a sliding window"),
+        ("eagle", {"last_norm": False}, "use_last_layernorm false"),
+        ("speculators", {"embedding_norm": False}, "use_input_layernorm_in_first_layer"),
+    ):
+        folder = tmp_path / "-".join(overrides)
+        export_checkpoint(build_head(**overrides), None, folder)
+        with pytest.raises(ExportError, match=message):
+            convert_checkpoint(folder, tmp_path / "out", to, options=ReadOptions(target_layers=8))

@@ -44,7 +44,9 @@ def make_batch(batch=2, length=14, seed=1):
 MLA = dict(decoder_type="kimik2", num_key_value_heads=4, head_dim=12, q_lora_rank=10, kv_lora_rank=8,
            qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)  # fmt: skip
 FLAGS = [{}, {"norm_before_residual": True}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True},
-         {"attention_bias": True}, MLA, {**MLA, "q_lora_rank": None}]  # fmt: skip
+         {"attention_bias": True}, MLA, {**MLA, "q_lora_rank": None},
+         {"qk_norm": True}, {"sliding_window": 5}, {"sliding_window": 4, **MLA}, {"last_norm": False},
+         {"embedding_norm": False}]  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda f: "+".join(map(str, f)) or "plain")

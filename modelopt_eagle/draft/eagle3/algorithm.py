@@ -46,6 +46,8 @@ STRUCTURE = {
     "norm_before_fc": "norm_before_fc",
     "fc_norm": "fc_norm",
     "norm_output": "norm_output",
+    "qk_norm": "qk_norm",
+    "sliding_window": "sliding_window",
 }
 """Recipe key in ``eagle`` → field of :class:`DraftConfig`."""
 

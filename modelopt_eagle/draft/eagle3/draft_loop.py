@@ -97,7 +97,9 @@ class DraftLoop(RoundLoop):
         fixed_shapes: bool = False,
     ):
         self.module, self.embedding, self.plan = module, embedding, plan
-        self.capacity = capacity
+        self.capacity, self.window = capacity, module.config.sliding_window
+        if self.window is not None and plan.depth > self.window:
+            raise DecodingError(f"drafts of {plan.depth} tokens do not fit into the head's window of {self.window}")
         self.room = capacity + max(1, plan.depth - 1) * (plan.topk or 1)
         self.cache = DraftCache.allocate(module, batch, self.room)
         self.fixed_shapes = fixed_shapes
@@ -153,13 +155,17 @@ class DraftLoop(RoundLoop):
             width, visible = limit, None
             if final and uniform:
                 width = starts[0] + counts[0]
+                asking = torch.full((1, 1, 1), width - 1, device=device)
             elif final:
-                visible = (
-                    slot
-                    < torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], device=device)[:, None, None]
-                )
+                asking = torch.tensor(starts, device=device)[:, None, None]
+                asking = asking + torch.tensor(counts, device=device)[:, None, None] - 1  # [B,1,1]
+                visible = slot <= asking  # [B,1,W]
             else:
-                visible = slot <= positions[..., None]  # [B,m,W]
+                asking = positions[..., None]  # [B,m,1]
+                visible = slot <= asking  # [B,m,W]
+            if self.window is not None:
+                near = slot[:width] > asking - self.window  # [B or 1,m or 1,W]
+                visible = near if visible is None else visible & near
             attention = self.cache.attend(index, q.unflatten(0, (batch, rows)), visible, width, layer.scale)
             state = layer.combine(attention.flatten(0, 1), residual)  # [B,H], or [B*m,H] below the last layer
         return state
@@ -267,7 +273,7 @@ class DraftLoop(RoundLoop):
             ``[B, n, H]`` before the final norm.
         """
         module, count, device = self.module, tokens.shape[1], tokens.device
-        batch, new = len(tokens), layer * count  # nodes drafted so far, with these
+        new = layer * count  # nodes drafted so far, with these
         weight = module.fc.weight
         embedding = module.embed(tokens, self.embedding).to(weight.dtype)  # [B,n,H]
         slots = None
@@ -275,14 +281,21 @@ class DraftLoop(RoundLoop):
             positions = torch.full((1, 1), where.start - 1 + layer, device=device)  # anchor + k
             first, width = where.start + new - count, where.start + new
             visible = None
-            if count > 1:
-                visible = torch.cat((sees.new_ones(1, 1, where.start).expand(batch, count, -1), sees), -1)  # [B,n,W]
+            if count > 1 or self.window is not None:
+                before = torch.ones(1, 1, where.start, dtype=torch.bool, device=device)
+                if self.window is not None:
+                    before = (torch.arange(where.start, device=device) > positions - self.window)[None]  # [1,1,start]
+                own = before.new_ones(1, 1, new) if sees is None else sees
+                visible = torch.cat((before.expand(len(own), own.shape[1], -1), own), -1)  # [B or 1,n,W]
         else:
             positions = where.lengths - 1 + layer  # [B,1]
             first, width = None, self.room if self.fixed_shapes else where.longest + new
             slots = where.lengths + (new - count) + torch.arange(count, device=device)  # [B,n]
             column = torch.arange(width, device=device)  # [W]
-            visible = (column < where.lengths)[:, None].repeat(1, count, 1)  # [B,n,W]
+            before = column < where.lengths  # [B,W]
+            if self.window is not None:
+                before = before & (column > positions - self.window)
+            visible = before[:, None].repeat(1, count, 1)  # [B,n,W]
             drafted = where.lengths + torch.arange(new, device=device)  # [B,new]
             own = torch.ones_like(drafted, dtype=torch.bool)[:, None].expand(-1, count, -1) if sees is None else sees
             visible.scatter_(2, drafted[:, None].expand(-1, count, -1), own)

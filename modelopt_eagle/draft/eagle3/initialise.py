@@ -51,6 +51,9 @@ def _copy_layer(layer, source: nn.Module, width: int, first: bool) -> None:
             weight[:, :width].mul_(SMALL)  # reads the token embedding
             weight = weight[:, width:]
         _copy(weight, theirs.weight, name)
+        norm = getattr(layer.self_attn, f"{name[0]}_norm", None)
+        if isinstance(norm, nn.RMSNorm):
+            norm.weight.copy_(norm_weight(_part(source, f"self_attn.{name[0]}_norm"), len(norm.weight)))
         if own.bias is not None:
             _copy(own.bias, torch.zeros_like(own.bias) if theirs.bias is None else theirs.bias, name)
     for name in ("gate_proj", "up_proj", "down_proj"):

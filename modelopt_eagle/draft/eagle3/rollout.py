@@ -142,7 +142,10 @@ def run_steps(
         length: longest position that can occur, for the rotary tables.
         axis: which tokens' step-0 rows are computed here; default all.
     """
-    plan = QueryPlan.make(rows, documents.starts[rows])
+    window = module.config.sliding_window
+    if window is not None and steps > window:
+        raise ValueError(f"{steps} steps do not fit into the head's window of {window} positions")
+    plan = plan_queries(rows, documents, window)
     positions = documents.positions  # [N]
     last = len(positions) - 1
     axis = WholeAxis(len(positions), positions.device) if axis is None else axis
@@ -166,6 +169,7 @@ def run_steps(
             state = torch.where(chosen[:, None], fused[(rows + step).clamp(max=last)], state)
         embedding = embed((rows + 1 + step).clamp(max=last))  # [n,H]
         cos, sin = module.rotary(positions[rows] + step, length + steps)
+        plan = plan_queries(rows, documents, window, step) if window is not None else plan
         for index, layer in enumerate(module.layers):
             q, k, v, residual = layer.project(embedding if index == 0 else None, state, cos, sin)
             own_k, own_v = columns[index]
@@ -177,12 +181,26 @@ def run_steps(
     return states
 
 
+def plan_queries(rows: Tensor, documents: Documents, window: int | None, step: int = 0) -> QueryPlan:
+    """Which step-0 keys the queries of a step see: those of their document, as far back as the window reaches.
+
+    Args:
+        rows: ``[n]`` flat anchors, ascending; at step k their queries stand k positions further on.
+        window: positions that a query sees, its own among them; ``None``: all.
+    """
+    starts = documents.starts[rows]  # [n]
+    if window is not None:
+        starts = torch.maximum(starts, rows + (step + 1 - window))
+    return QueryPlan.make(rows, starts)
+
+
 def _first_step(module, embeddings, state, tables, documents, plan, axis):
     """Step 0: keys and values of every token, outputs of the anchors.
 
     Below the last layer every token needs its output, since the next layer's keys are made of it.
     """
-    everywhere = QueryPlan.make(axis.tokens, documents.starts[axis.tokens]) if len(module.layers) > 1 else None
+    several = len(module.layers) > 1
+    everywhere = plan_queries(axis.tokens, documents, module.config.sliding_window) if several else None
     queries = axis.local(plan.rows)  # [n]
     keys, values = [], []
     for index, layer in enumerate(module.layers):

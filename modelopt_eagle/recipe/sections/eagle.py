@@ -69,6 +69,15 @@ class EagleSection(Section):
     norm_before_fc: bool = Field(False, description="One norm over the concatenated features before `fc`.")
     fc_norm: bool = Field(False, description="A norm of its own for each auxiliary feature before `fc`.")
     norm_output: bool = Field(False, description="The state carried to the next step is the normed output.")
+    qk_norm: bool = Field(
+        False, description="Queries and keys are normed head by head, as in Qwen3; vLLM 0.24.0 or newer serves it."
+    )
+    sliding_window: Annotated[int, Field(ge=64)] | None = Field(
+        None,
+        description="The head sees that many positions back, its own among them, in training and when it drafts: for "
+        "long contexts, where full attention over the head's own short training drafts badly; null: everything. vLLM "
+        "reads it from the export, SGLang from its command line (on the card), TensorRT-LLM not.",
+    )
     init: Literal["random", "target"] = Field(
         "random", description="Start of the weights: random, or the target's own last layer, norm and head rows."
     )
