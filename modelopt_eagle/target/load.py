@@ -47,7 +47,8 @@ def load_target(
         chat_template: replaces the tokenizer's: a Jinja template, or a file that holds one.
 
     Raises:
-        TargetError: nothing there, incomplete, not a causal language model, or of an unknown type.
+        TargetError: nothing there, incomplete, not a causal language model (by its class, or because its states
+            change with later tokens), or of an unknown type.
     """
     if dtype not in _DTYPES:
         raise TargetError(f"expected a dtype of {', '.join(_DTYPES)}; found {dtype!r}")
@@ -75,7 +76,7 @@ def load_target(
     if not spread:
         model = model.to("cpu" if device == "auto" else device)
     tokenizer = load_tokenizer(place, revision, trust_remote_code, chat_template)
-    return Target(
+    target = Target(
         model,
         tokenizer,
         name=local_name(place) if isinstance(place, Path) and name == "quickstart" else str(name),
@@ -83,6 +84,8 @@ def load_target(
         revision=None if isinstance(place, Path) else content_revision(place, revision),
         vision=vision_of(tokenizer, place, config, revision, trust_remote_code),
     )
+    target.check_causal()
+    return target
 
 
 @contextlib.contextmanager

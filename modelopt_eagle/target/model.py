@@ -225,6 +225,38 @@ class Target:
             f"{self.head.cap}. A model that changes its logits in another way after its head is not supported."
         )
 
+    def check_causal(self, length: int = 12) -> None:
+        """Hold the states of a text against those of the same text with another end.
+
+        A draft head is trained at every position of a whole text and served at the end of a growing one, so no state
+        may depend on a later token. Prefix language models, encoders in disguise and wrappers with a bidirectional mask
+        do, and everything else about them looks as it should.
+
+        Args:
+            length: tokens of the text.
+
+        Raises:
+            TargetError: a state that a later token changes, with its layer.
+        """
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocab_size, (1, length), generator=generator)  # [1,S]
+        other, kept = ids.clone(), length // 2
+        other[:, kept:] = torch.randint(0, self.vocab_size, (1, length - kept), generator=generator)
+        layers = list(range(self.num_layers))
+        one, two = (self.features(x, None, layers) for x in (ids, other))
+        states = [*zip(one.aux_hidden.chunk(len(layers), -1), two.aux_hidden.chunk(len(layers), -1), strict=True),
+                  (one.final_hidden, two.final_hidden)]  # fmt: skip
+        for layer, (a, b) in enumerate(states):
+            a, b = a[:, :kept].float(), b[:, :kept].float()  # [1,S/2,Ht]
+            difference, size = float((a - b).abs().max()), float(a.abs().max())
+            if not difference <= (1e-4 if self.lm_head_weight.dtype == torch.float32 else 5e-2) * size:
+                where = f"layer {layer}" if layer < len(layers) else "the final norm"
+                raise TargetError(
+                    f"{self.name} is not causal: the output of {where} at the first {kept} tokens changes by "
+                    f"{difference:.3g} (of {size:.3g}) when only later tokens change. A draft head needs a target "
+                    "whose states depend on earlier tokens alone, which prefix and bidirectional language models lack"
+                )
+
     @property
     def embedding_weight(self) -> Tensor:
         """[V, Ht] the token table, unscaled."""

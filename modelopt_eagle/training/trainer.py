@@ -26,6 +26,7 @@ from modelopt_eagle.training.optimizer import Schedule, build_optimizers, set_le
 from modelopt_eagle.training.progress import MetricLog, ProgressView, StopRequest, progress_text
 from modelopt_eagle.training.provenance import check_provenance
 from modelopt_eagle.training.run import Run
+from modelopt_eagle.training.stability import StepWatch
 from modelopt_eagle.training.step import compile_layers
 
 OnStep = Callable[[dict[str, Any]], object]
@@ -43,6 +44,7 @@ class TrainerState:
         evaluations: ``step, acceptance_length, per_position, walked`` of every evaluation; with several files in
             ``data.eval_path`` also ``by_file``, the same of each.
         best_step, best_value: of the best evaluation; ``None`` before the first.
+        skipped: ``step, rows`` of every step left out because its loss or gradient was not finite.
         finished: whether training came to its end.
         provenance: what the features were made from.
         header: lines about data, target and head, as printed at the first start.
@@ -54,6 +56,7 @@ class TrainerState:
     evaluations: list[dict] = field(default_factory=list)
     best_step: int | None = None
     best_value: float | None = None
+    skipped: list[dict] = field(default_factory=list)
     finished: bool = False
     provenance: dict = field(default_factory=dict)
     header: list[str] = field(default_factory=list)
@@ -127,6 +130,8 @@ class Trainer:
         self.state = TrainerState(provenance=run.provenance, header=run.header)
         self.meter = Meter(self.step.decay, accelerator)
         self.grad_norm: Tensor | None = None
+        self.learning_rate = 0.0
+        self.watch = StepWatch(self.settings.nonfinite, accelerator, self.view.say, self.advice)
         self.saved_step: int | None = None
 
     def fit(self) -> TrainingResult:
@@ -147,6 +152,8 @@ class Trainer:
                         break
                     self.optimise(index, window)
                     self.after_step()
+                    if self.gains_nothing():
+                        break
                 self.end()
         finally:
             self.log.close()
@@ -170,7 +177,8 @@ class Trainer:
         for optimizer, state in zip(self.optimizers, found.optimizers, strict=True):
             optimizer.load_state_dict(state)
         set_rng_state(found.rng)
-        self.state = TrainerState(**{name: found.state[name] for name in asdict(self.state)})
+        known = asdict(self.state)  # a checkpoint of an earlier version lacks what came later
+        self.state = TrainerState(**{name: found.state.get(name, default) for name, default in known.items()})
         self.saved_step = self.state.step
         if self.state.step:
             self.view.say(f"going on from {found.folder} (step {self.state.step} of {self.schedule.total_steps})")
@@ -225,6 +233,7 @@ class Trainer:
             raise TrainingError("the head is in evaluation mode inside the training loop; please report this")
         warming = self.schedule.progress(index, self.state.elapsed) < self.recipe.eagle.ttt_warmup
         steps = 1 if warming else self.step.depths
+        outputs = []
         for place, batch in enumerate(window):
             last = place == len(window) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
@@ -232,18 +241,41 @@ class Trainer:
                 output = self.wrapped(batch, self.normalizers, self.generator(index, place, self.rank), steps, **more)
                 # data-parallel wrappers average gradients over processes, the loss is already a share of the sum
                 self.accelerator.backward(output.loss * self.world)
-            self.meter.add(output)
+            outputs.append(output)
         self.step.after_backward(index)
-        if self.settings.max_grad_norm is not None:
-            self.grad_norm = self.accelerator.clip_grad_norm_(self.head_parameters, self.settings.max_grad_norm)
-            if self.run.adapter is not None:  # apart, so that neither shortens the other's step
-                self.accelerator.clip_grad_norm_(self.run.adapter.parameters(), self.settings.max_grad_norm)
+        limit = math.inf if self.settings.max_grad_norm is None else self.settings.max_grad_norm
+        self.grad_norm = self.accelerator.clip_grad_norm_(self.head_parameters, limit)
+        norms = [self.grad_norm]
+        if self.run.adapter is not None:  # apart, so that neither shortens the other's step
+            norms.append(self.accelerator.clip_grad_norm_(self.run.adapter.parameters(), limit))
+        if not self.watch.sound(index, window, [output.loss for output in outputs], norms):
+            self.leave_out(index)
+            return
+        for output in outputs:
+            self.meter.add(output)
         self.learning_rate = set_learning_rate(self.optimizers, self.schedule.factor(index, self.state.elapsed))
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.meter.steps += 1
         self.state.step = index + 1
+
+    def leave_out(self, index: int) -> None:
+        """Go on without a step whose numbers are not finite."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.state.skipped.append({"step": index + 1, "rows": self.watch.rows})
+        self.state.step = index + 1
+
+    def gains_nothing(self) -> bool:
+        """Whether the last ``training.early_stopping`` evaluations brought no longer acceptance length."""
+        patience, done = self.settings.early_stopping, self.state.evaluations
+        if patience is None or not done or done[-1]["step"] != self.state.step:
+            return False
+        since = sum(entry["step"] > (self.state.best_step or 0) for entry in done)
+        if since >= patience:
+            self.view.say(f"step {self.state.step}: no longer acceptance length in {since} evaluations, training ends")
+        return since >= patience
 
     def generator(self, index: int, place: int, rank: int) -> torch.Generator:
         """Randomness of a micro-batch, a function of seed, step, place and process: the same after a resume.
@@ -266,20 +298,25 @@ class Trainer:
         if settings.save_steps is not None and step % settings.save_steps == 0 and not last:
             self.save()
 
+    def advice(self) -> str:
+        """What mends numbers that are not finite."""
+        return (
+            f"lower training.learning_rate or set training.precision=float32; "
+            f"{self.checkpoints.path(self.saved_step or 0)} is the newest good checkpoint (name another "
+            "training.output_dir for the new run)"
+        )
+
     def report(self) -> None:
-        """Metrics since the last report, to the bar, the log and the history."""
+        """Metrics since the last report, to the bar, the log and the history; nothing if every step was left out."""
+        if not self.meter.steps:
+            return
         metrics = self.meter.take()
-        loss = metrics["loss"] + metrics.get("preservation_kl", 0.0)
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss} at step {self.state.step}: lower training.learning_rate or set "
-                f"training.precision=float32; {self.checkpoints.path(self.saved_step or 0)} is the newest good "
-                "checkpoint (name another training.output_dir for the new run)"
-            )
         step, elapsed = self.state.step, self._before + time.monotonic() - self._since
         metrics["learning_rate"] = self.learning_rate
         if self.grad_norm is not None:
             metrics["grad_norm"] = float(self.grad_norm)
+        if self.state.skipped:
+            metrics["skipped_steps"] = float(len(self.state.skipped))
         entry = {"step": step, "epoch": step / self.windows_per_epoch, "elapsed": round(elapsed, 3), **metrics}
         self.state.history.append(entry)
         left = self.schedule.remaining_seconds(step, elapsed, metrics["seconds_per_step"])

@@ -5,7 +5,8 @@ import torch
 from target_families import CONFIGS, make_family, make_vision_wrapper
 
 from modelopt_eagle.errors import TargetError
-from modelopt_eagle.target import Target
+from modelopt_eagle.target import Target, load_target
+from modelopt_eagle.target.tiny import make_tiny_target
 
 
 def ids(count=11, batch=2, vocabulary=96):
@@ -23,6 +24,7 @@ def test_features_equal_the_models_own_hidden_states(family):
     torch.testing.assert_close(out.final_hidden, own.hidden_states[-1], rtol=0, atol=0)
     torch.testing.assert_close(target.logits(out.final_hidden), own.logits, rtol=1e-5, atol=1e-5)
     target.check_parity(x)
+    target.check_causal()
 
 
 def test_nested_text_model_of_a_vision_wrapper():
@@ -120,3 +122,29 @@ def test_identity_tells_weights_tokenizers_and_templates_apart(tmp_path):
     assert one.identity()["tokenizer_hash"] != other.identity()["tokenizer_hash"]
     on_disk = [make_tiny_target(tmp_path / str(seed), seed=seed).identity()["revision"] for seed in (0, 1)]
     assert on_disk[0] != on_disk[1]
+
+
+def test_a_target_whose_states_change_with_later_tokens_is_refused():
+    """A prefix language model: every position is given something of the whole text."""
+    target = make_tiny_target()
+    target.check_causal()
+    layer = target.layers[3]
+
+    def look_ahead(module, inputs, output):
+        states = output[0] if isinstance(output, tuple) else output
+        states = states + 0.1 * states.mean(1, keepdim=True)
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    handle = layer.register_forward_hook(look_ahead)
+    try:
+        with pytest.raises(TargetError, match="is not causal: the output of layer 3 at the first 6 tokens changes"):
+            target.check_causal()
+    finally:
+        handle.remove()
+
+
+def test_every_target_is_checked_when_it_is_loaded(tiny_target_dir, monkeypatch):
+    checked = []
+    monkeypatch.setattr(Target, "check_causal", lambda self: checked.append(self.name))
+    load_target(str(tiny_target_dir))
+    assert checked == [str(tiny_target_dir)]

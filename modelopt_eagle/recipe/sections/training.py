@@ -56,6 +56,16 @@ class TrainingSection(Section):
     save_total_limit: Positive | None = Field(
         3, description="Checkpoints kept, the best one always among them; null: all."
     )
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="A step whose loss or gradient is not finite: stop and name its rows, or leave the step out, "
+        "counted (ten in a row stop the run all the same).",
+    )
+    early_stopping: Positive | None = Field(
+        None,
+        description="End training after so many evaluations without a longer acceptance length; null: never. Needs "
+        "`eval_steps`.",
+    )
     resume: Literal["auto", "never"] = Field(
         "auto", description="`auto` goes on from the newest complete checkpoint in `output_dir`, if there is one."
     )
@@ -69,6 +79,14 @@ class TrainingSection(Section):
     dry_run: bool = Field(
         False, description="Do everything up to the first step, and export the untrained head; train nothing."
     )
+
+    @model_validator(mode="after")
+    def _early_stopping_evaluates(self) -> TrainingSection:
+        need(
+            self.early_stopping is None or self.eval_steps is not None,
+            "early_stopping counts evaluations, and eval_steps: null makes one, at the end: set eval_steps",
+        )
+        return self
 
     @model_validator(mode="after")
     def _rates_have_their_optimizer(self) -> TrainingSection:
