@@ -13,8 +13,7 @@ from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training import train
 from modelopt_eagle.training.stability import FEWEST, MOST_IN_A_ROW, StepWatch
 from modelopt_eagle.training.trainer import Trainer
-
-from .runs import small_recipe, write_conversations
+from tests.training.runs import small_recipe, write_conversations
 
 
 @pytest.fixture
