@@ -66,11 +66,16 @@ def guard_output() -> None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         if stream is not None:
             flush(stream)
-        guarded = io.TextIOWrapper(
-            io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_line
-        )
-        guarded.mode = "w"
+        guarded = _Guarded(io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_line)
         setattr(sys, name, guarded)
+
+
+class _Guarded(io.TextIOWrapper):
+    """Says of itself what Python's own streams do."""
+
+    @property
+    def mode(self) -> str:
+        return "w"
 
 
 def flush(stream) -> OSError | None:

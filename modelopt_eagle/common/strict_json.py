@@ -20,11 +20,14 @@ def parse_json(text: str | bytes | bytearray, *, finite: bool = True) -> Any:
         ValueError: no JSON, not UTF-8, nested more deeply than Python reads, a number with thousands of digits, or one
             that is not finite.
     """
-    options = {"parse_constant": _refuse_constant, "parse_float": _finite_float} if finite else {}
     try:
         if not isinstance(text, str):
             text = bytes(text).decode("utf-8")
-        return json.loads(text, **options)
+        return json.loads(
+            text,
+            parse_constant=_refuse_constant if finite else None,
+            parse_float=_finite_float if finite else None,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

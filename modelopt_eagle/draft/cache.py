@@ -62,15 +62,15 @@ class DraftCache:
         for tensor in self.tensors():
             tensor.zero_()
 
-    def write(self, layer: int, k: Tensor, v: Tensor, start: int | None, slots: Tensor | None) -> None:
-        """Put ``k, v [B, n, heads, d]`` at slot ``start`` of every row, or at ``slots [B, n]``."""
-        if start is not None:
-            self.keys[layer][:, :, start : start + k.shape[1]] = k.transpose(1, 2)
-            self.values[layer][:, :, start : start + v.shape[1]] = v.transpose(1, 2)
+    def write(self, layer: int, k: Tensor, v: Tensor, place: int | Tensor) -> None:
+        """Put ``k, v [B, n, heads, d]`` at one slot of every row and those behind it, or at slots ``[B, n]``."""
+        if isinstance(place, int):
+            self.keys[layer][:, :, place : place + k.shape[1]] = k.transpose(1, 2)
+            self.values[layer][:, :, place : place + v.shape[1]] = v.transpose(1, 2)
             return
-        rows = torch.arange(len(slots), device=slots.device)[:, None]  # [B,1]
-        self.keys[layer][rows, :, slots] = k
-        self.values[layer][rows, :, slots] = v
+        rows = torch.arange(len(place), device=place.device)[:, None]  # [B,1]
+        self.keys[layer][rows, :, place] = k
+        self.values[layer][rows, :, place] = v
 
     def attend(self, layer: int, q: Tensor, visible: Tensor | None, width: int, scale: float) -> Tensor:
         """Attention over the first ``width`` slots.

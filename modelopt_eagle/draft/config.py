@@ -289,7 +289,7 @@ def rope_of(config) -> tuple[float, dict[str, Any] | None]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     parameters = dict(parameters)
     if parameters and all(value is None or isinstance(value, dict) for value in parameters.values()):
-        chosen = parameters.get("full_attention") or next((v for v in parameters.values() if v), {})
+        chosen: dict[str, Any] = parameters.get("full_attention") or next((v for v in parameters.values() if v), {})
         parameters = dict(chosen)
     theta = parameters.pop("rope_theta", None)
     if theta is None:

@@ -6,11 +6,10 @@ engines build it stands in the engines' own files.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
-from modelopt_eagle.draft.projections import GroupedAttention, LatentAttention
+from modelopt_eagle.draft.projections import AttentionSizes, GroupedAttention, LatentAttention, Projections
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Decoder:
     """
 
     name: str
-    attention: type[nn.Module]
+    attention: Callable[[AttentionSizes, int], Projections]
     sizes: tuple[str, ...]
     required: tuple[str, ...]
     latent: bool

@@ -10,12 +10,16 @@ What lies between (which rows see which keys) belongs to the caller.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from modelopt_eagle.draft.config import DraftConfig
 from modelopt_eagle.draft.decoders import DECODERS
+from modelopt_eagle.draft.projections import Projections
 
 
 class GatedMLP(nn.Module):
@@ -43,7 +47,7 @@ class DecoderLayer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         width, eps = config.hidden_size, config.rms_norm_eps
         attention = DECODERS[config.decoder_type].attention
-        self.self_attn = attention(config, 2 * width if index == 0 else width)
+        self.self_attn: Projections = attention(config, 2 * width if index == 0 else width)
         self.mlp = GatedMLP(config)
         normed = index > 0 or config.embedding_norm
         self.input_layernorm = nn.RMSNorm(width, eps=eps) if normed else nn.Identity()
@@ -89,3 +93,13 @@ class DecoderLayer(nn.Module):
         """``[..., heads·dv], [..., H] -> [..., H]``: output projection, residual, feed-forward, residual."""
         state = residual + self.self_attn.o_proj(attention)  # [...,H]
         return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class DecoderLayers(nn.ModuleList):
+    """The layers of a head, in order."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+
+    def __iter__(self) -> Iterator[DecoderLayer]:
+        return cast(Iterator[DecoderLayer], super().__iter__())

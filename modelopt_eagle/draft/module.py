@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.config import DraftConfig
-from modelopt_eagle.draft.layers import DecoderLayer
+from modelopt_eagle.draft.layers import DecoderLayers
 from modelopt_eagle.draft.rotary import Rotary
 from modelopt_eagle.draft.vocab import DraftVocab
 
@@ -36,7 +36,7 @@ class EagleModule(DraftModule):
             self.fc_norm = nn.ModuleList(nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.aux_layer_ids)
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = DecoderLayers(config)
         self.norm = nn.RMSNorm(width, eps=eps) if config.last_norm else nn.Identity()
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
@@ -64,7 +64,6 @@ class EagleModule(DraftModule):
         What lies between them (which rows see which keys) has shapes that depend on the data and stays as it is. The
         module's parameters and their names do not change.
         """
-        self.fuse = torch.compile(self.fuse, dynamic=True, backend=backend)
-        for layer in self.layers:
-            layer.project = torch.compile(layer.project, dynamic=True, backend=backend)
-            layer.combine = torch.compile(layer.combine, dynamic=True, backend=backend)
+        halves = [(layer, name) for layer in self.layers for name in ("project", "combine")]
+        for owner, name in [(self, "fuse"), *halves]:
+            setattr(owner, name, torch.compile(getattr(owner, name), dynamic=True, backend=backend))

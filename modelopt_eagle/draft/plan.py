@@ -31,6 +31,11 @@ class DraftPlan:
         """Whether this is a dynamic tree."""
         return self.topk is not None
 
+    @property
+    def branching(self) -> int:
+        """T of a tree, 1 of a chain."""
+        return 1 if self.topk is None else self.topk
+
     @classmethod
     def chain(cls, num_steps: int) -> DraftPlan:
         """A chain of ``num_steps`` drafted tokens; zero is plain decoding through the same code.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from modelopt_eagle.errors import CheckpointError
 
 
 class AttentionSizes(Protocol):
@@ -27,7 +30,33 @@ class AttentionSizes(Protocol):
     v_head_dim: int | None
 
 
-class GroupedAttention(nn.Module):
+class Projections(nn.Module, ABC):
+    """What every decoder type gives to the attention between the halves of a layer.
+
+    Attributes:
+        heads, kv_heads: query heads; key and value heads.
+        key_dim, value_dim: width of a head's keys and of its values.
+        scale: factor on ``q·k``.
+        o_proj: ``[..., heads·value_dim] -> [..., H]``.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    o_proj: nn.Linear
+
+    @abstractmethod
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``[..., input] -> [..., heads, key_dim]``, rotated."""
+
+    @abstractmethod
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., input] -> [..., kv_heads, key_dim], [..., kv_heads, value_dim]``, keys rotated."""
+
+
+class GroupedAttention(Projections):
     """Projections of grouped-query attention (Llama; with ``qk_norm`` Qwen3)."""
 
     def __init__(self, config: AttentionSizes, input_size: int):
@@ -54,7 +83,7 @@ class GroupedAttention(nn.Module):
         return rotate(self.k_norm(k), cos, sin), self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Projections):
     """Projections of multi-head latent attention (DeepSeek-V2/V3, Kimi-K2), keys and values expanded a head each.
 
     Source: DeepSeek-V2 report, section 2.1; names as in the DeepSeek-V3 checkpoints that engines load.
@@ -63,8 +92,8 @@ class LatentAttention(nn.Module):
     def __init__(self, config: AttentionSizes, input_size: int):
         super().__init__()
         self.heads = self.kv_heads = config.num_attention_heads
-        self.nope, self.rope = int(config.qk_nope_head_dim), int(config.qk_rope_head_dim)
-        self.rank, self.value_dim = int(config.kv_lora_rank), int(config.v_head_dim)
+        self.nope, self.rope = needed(config.qk_nope_head_dim), needed(config.qk_rope_head_dim)
+        self.rank, self.value_dim = needed(config.kv_lora_rank), needed(config.v_head_dim)
         self.key_dim = self.nope + self.rope
         self.scale = self.key_dim**-0.5 * latent_scale(config.rope_scaling)
         if config.q_lora_rank:
@@ -91,6 +120,19 @@ class LatentAttention(nn.Module):
         plain, values = expanded.split((self.nope, self.value_dim), dim=-1)
         turned = rotate(turned.unsqueeze(-2), cos, sin, interleaved=True)  # [...,1,rope]
         return torch.cat((plain, turned.expand(*plain.shape[:-1], self.rope)), dim=-1), values
+
+
+def needed(size: int | None) -> int:
+    """A size of latent attention, which has no default.
+
+    Raises:
+        CheckpointError: it is not given.
+    """
+    if size is None:
+        raise CheckpointError(
+            "latent attention needs kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim, and one is missing"
+        )
+    return size
 
 
 def latent_scale(rope_scaling: dict | None) -> float:

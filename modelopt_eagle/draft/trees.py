@@ -35,7 +35,7 @@ class RoundTree:
 def build_round_tree(history: TreeHistory, plan: DraftPlan, roots: Tensor) -> RoundTree:
     """Keep the best N-1 candidates of a history below the roots ``[B]`` (the last emitted tokens)."""
     tree = build_tree(
-        history.scores, history.tokens, history.parent_list, plan.num_nodes, int(plan.topk), root_tokens=roots
+        history.scores, history.tokens, history.parent_list, plan.num_nodes, plan.branching, root_tokens=roots
     )
     return RoundTree(tree, unpack_mask(tree.mask, plan.num_nodes))
 

@@ -100,7 +100,7 @@ class DraftLoop(RoundLoop):
         self.capacity, self.window = capacity, module.config.sliding_window
         if self.window is not None and plan.depth > self.window:
             raise DecodingError(f"drafts of {plan.depth} tokens do not fit into the head's window of {self.window}")
-        self.room = capacity + max(1, plan.depth - 1) * (plan.topk or 1)
+        self.room = capacity + max(1, plan.depth - 1) * plan.branching
         self.cache = DraftCache.allocate(module, batch, self.room)
         self.fixed_shapes = fixed_shapes
         self.target_ids = module.vocab.d2t + torch.arange(len(module.d2t), device=module.d2t.device)  # [Vd]
@@ -173,7 +173,7 @@ class DraftLoop(RoundLoop):
     def _commit(self, layer: int, k: Tensor, v: Tensor, starts, counts, positions) -> None:
         """Write each row's real anchors; padding never reaches the buffer."""
         if len(set(starts)) == 1 and len(set(counts)) == 1:
-            self.cache.write(layer, k, v, starts[0], None)
+            self.cache.write(layer, k, v, starts[0])
             return
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.cache.keys[layer][row, :, start : start + count] = k[row, :count].transpose(0, 1)
@@ -193,7 +193,7 @@ class DraftLoop(RoundLoop):
 
     def chain_from(self, output: Tensor, where: Where) -> Tensor:
         """The chain proper, ``[B, K]``."""
-        drafted = []
+        drafted: list[Tensor] = []
         for step in range(self.plan.depth):
             if step > 0:
                 state = self.module.next_state(output)[:, None]  # [B,1,H]
@@ -217,7 +217,7 @@ class DraftLoop(RoundLoop):
             output: ``[B, H]``.
             where: places of the prefix.
         """
-        topk, depth = int(self.plan.topk), self.plan.depth
+        topk, depth = self.plan.branching, self.plan.depth
         batch, device = len(output), output.device
         value, token = self._candidates(output[:, None], topk)  # [B,1,T] each
         scores, tokens = [value.flatten(1)], [token.flatten(1)]  # history, [B,T] then [B,T*T] a layer
@@ -276,33 +276,34 @@ class DraftLoop(RoundLoop):
         new = layer * count  # nodes drafted so far, with these
         weight = module.fc.weight
         embedding = module.embed(tokens, self.embedding).to(weight.dtype)  # [B,n,H]
-        slots = None
-        if where.start is not None:
-            positions = torch.full((1, 1), where.start - 1 + layer, device=device)  # anchor + k
-            first, width = where.start + new - count, where.start + new
-            visible = None
+        place: int | Tensor
+        visible: Tensor | None = None
+        anchors = where.anchors
+        if isinstance(anchors, int):
+            positions = torch.full((1, 1), anchors - 1 + layer, device=device)  # anchor + k
+            place, width = anchors + new - count, anchors + new
             if count > 1 or self.window is not None:
-                before = torch.ones(1, 1, where.start, dtype=torch.bool, device=device)
+                before = torch.ones(1, 1, anchors, dtype=torch.bool, device=device)
                 if self.window is not None:
-                    before = (torch.arange(where.start, device=device) > positions - self.window)[None]  # [1,1,start]
+                    before = (torch.arange(anchors, device=device) > positions - self.window)[None]  # [1,1,anchors]
                 own = before.new_ones(1, 1, new) if sees is None else sees
                 visible = torch.cat((before.expand(len(own), own.shape[1], -1), own), -1)  # [B or 1,n,W]
         else:
-            positions = where.lengths - 1 + layer  # [B,1]
-            first, width = None, self.room if self.fixed_shapes else where.longest + new
-            slots = where.lengths + (new - count) + torch.arange(count, device=device)  # [B,n]
+            positions = anchors - 1 + layer  # [B,1]
+            place = anchors + (new - count) + torch.arange(count, device=device)  # [B,n]
+            width = self.room if self.fixed_shapes else where.longest + new
             column = torch.arange(width, device=device)  # [W]
-            before = column < where.lengths  # [B,W]
+            before = column < anchors  # [B,W]
             if self.window is not None:
                 before = before & (column > positions - self.window)
             visible = before[:, None].repeat(1, count, 1)  # [B,n,W]
-            drafted = where.lengths + torch.arange(new, device=device)  # [B,new]
+            drafted = anchors + torch.arange(new, device=device)  # [B,new]
             own = torch.ones_like(drafted, dtype=torch.bool)[:, None].expand(-1, count, -1) if sees is None else sees
             visible.scatter_(2, drafted[:, None].expand(-1, count, -1), own)
         cos, sin = module.rotary(positions, self._positions)  # [B or 1,1,d/2]
         for index, part in enumerate(module.layers):
             q, k, v, residual = part.project(embedding if index == 0 else None, state, cos, sin)
-            self.cache.write(index, k, v, first, slots)
+            self.cache.write(index, k, v, place)
             attention = self.cache.attend(index, q, visible, width, part.scale)  # [B,n,h*dv]
             state = part.combine(attention, residual)  # [B,n,H]
         return state
@@ -315,3 +316,8 @@ class Where:
     start: int | None
     lengths: Tensor | None
     longest: int
+
+    @property
+    def anchors(self) -> int | Tensor:
+        """The number of all rows, or ``[B, 1]``."""
+        return self.longest if self.lengths is None else self.lengths

@@ -8,6 +8,8 @@ layers, the embedding halves) start random but small, and the final norm starts 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -69,7 +71,8 @@ def norm_weight(norm: nn.Module, width: int) -> torch.Tensor:
     return norm(torch.ones(1, width, device=reference.device, dtype=reference.dtype)).squeeze(0).float().cpu()
 
 
-def _part(source: nn.Module, path: str) -> nn.Module:
+def _part(source: nn.Module, path: str) -> Any:
+    """A module of the target's layer; its class is the target's own."""
     try:
         return source.get_submodule(path)
     except AttributeError:
