@@ -22,6 +22,7 @@ case "$1 $2" in
     "-m modelopt_eagle.cli.main" | "-m pytest") printf '<%s>' "$@"; echo; exit 0 ;;
     *check_env.py*) exit 0 ;;
     "-c import torch, transformers") exit 0 ;;
+    "-m ruff" | "-m mypy") echo "$*" >> "{log}"; exit 0 ;;
 esac
 exec "{python}" "$@"
 """
@@ -145,6 +146,25 @@ def test_training_without_arguments(copy):
 def test_arguments_reach_pytest(copy):
     out = run(copy, "scripts/test.sh", "tests/recipe", "-k", "a or b")[1]
     assert out.startswith("<-m><pytest>") and out.endswith("<tests/recipe><-k><a or b>\n")
+
+
+def test_a_whole_run_begins_with_style_and_types(copy):
+    checks = ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
+    run(copy, "scripts/setup_env.sh")
+    log(copy)
+    code, out, _ = run(copy, "scripts/test.sh")
+    assert code == 0 and "<-m><pytest>" in out and log(copy) == checks
+    code, out, _ = run(copy, "scripts/test.sh", "--checks")
+    assert code == 0 and "pytest" not in out and log(copy) == checks
+    run(copy, "scripts/test.sh", "tests/recipe")
+    assert log(copy) == []
+
+
+@pytest.mark.parametrize("script", ["scripts/test.sh", "scripts/setup_env.sh"])
+def test_help_installs_nothing(copy, script):
+    code, out, err = run(copy, script, "--help")
+    assert code == 0 and script in out and err == "" and log(copy) == []
+    assert not (copy / ".venv").exists()
 
 
 def test_engine_tests_are_asked_for(copy):
