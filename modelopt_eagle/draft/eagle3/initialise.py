@@ -38,7 +38,8 @@ def start_from_target(module: EagleModule, target) -> None:
         )
     module.fc.weight.mul_(SMALL)
     module.fc.weight[:, -config.target_hidden_size :] += torch.eye(width, device=module.fc.weight.device)
-    module.norm.weight.copy_(norm_weight(target.final_norm, width) * SOFT)
+    if isinstance(module.norm, nn.RMSNorm):
+        module.norm.weight.copy_(norm_weight(target.final_norm, width) * SOFT)
     module.lm_head.weight.copy_(target.head.rows(module.target_ids) * target.head.scale)
     count = len(module.layers)
     for index, (layer, source) in enumerate(zip(module.layers, target.layers[-count:], strict=True)):
