@@ -1,3 +1,4 @@
 from modelopt_eagle.cli.main import run_script
 
-run_script("check_serving")
+if __name__ == "__main__":
+    run_script("check_serving")

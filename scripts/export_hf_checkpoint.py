@@ -1,3 +1,4 @@
 from modelopt_eagle.cli.main import run_script
 
-run_script("export_hf_checkpoint")
+if __name__ == "__main__":
+    run_script("export_hf_checkpoint")

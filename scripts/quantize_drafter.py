@@ -1,3 +1,4 @@
 from modelopt_eagle.cli.main import run_script
 
-run_script("quantize_drafter")
+if __name__ == "__main__":
+    run_script("quantize_drafter")

@@ -19,7 +19,7 @@ class Estimate:
         training_bytes: weights, gradients and two moments of the head, float32.
         checkpoint_bytes: one checkpoint.
         feature_bytes: all features of the training data in the target's dtype, as a store or in memory. A store keeps
-            prefixes that rows share once, so it may be smaller (`compute_hidden_states_hf.py --estimate` counts them).
+            prefixes that rows share once, so it may be smaller (`modelopt-eagle dump --estimate` counts them).
         rows, tokens, supervised: of the training data.
         steps: optimiser steps, unless time ends the run sooner.
         target_flops, head_flops: of the whole run.

@@ -1,8 +1,9 @@
 """``modelopt-eagle SUBCOMMAND``: finds the command's file in this folder and runs its ``main(argv)``.
 
 A sub-command is a file ``cli/my_command.py`` with a docstring, whose first line is its help, and a function
-``main(argv: list[str] | None = None) -> int | None`` that returns the exit code. ``scripts/*.py`` are two lines:
-``from modelopt_eagle.cli.main import run_script`` and ``run_script("my_command")``.
+``main(argv: list[str] | None = None) -> int | None`` that returns the exit code. ``scripts/*.py`` are three
+lines: ``run_script("my_command")``, imported from here, under ``if __name__ == "__main__"``, since processes that a
+command starts may import its script again.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def refuse_images(rows: Sequence, where: str) -> None:
     if first is not None:
         raise FeatureError(
             f"row {first.id!r} has images, and {where} reads text only: make its features with the target in this "
-            "process (training without servers, or compute_hidden_states_hf.py), or leave such rows out"
+            "process (training without servers, or modelopt-eagle dump), or leave such rows out"
         )
 
 

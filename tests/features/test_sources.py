@@ -318,10 +318,9 @@ def load_rows(target, conversations):
     return prepare_dataset(target.tokenizer, conversations)
 
 
-def test_command_line_errors_and_estimate(tiny_target_dir, conversations, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(DUMP.parent))
-    import compute_hidden_states_hf as script
-    from command_line import build_parser, run
+def test_command_line_errors_and_estimate(tiny_target_dir, conversations, tmp_path, capsys):
+    from modelopt_eagle.cli import dump as script
+    from modelopt_eagle.cli._dump import build_parser, run
 
     def call(*options):
         parser = build_parser(script.__doc__)

@@ -1,12 +1,17 @@
 """The ``modelopt-eagle`` dispatcher: commands found, errors without a traceback, exit codes."""
 
+import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from modelopt_eagle.cli import main as dispatcher
 from modelopt_eagle.errors import RecipeError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -61,6 +66,17 @@ def test_commands_are_listed_with_their_help(capsys):
 def test_an_unknown_command_names_the_nearest(capsys):
     assert dispatcher.main(["recipe-dogs"]) == 2
     assert "no such command: recipe-dogs; nearest: recipe-docs" in capsys.readouterr().err
+
+
+SCRIPTS = sorted([*ROOT.glob("scripts/*.py"), *ROOT.glob("collect_hidden_states/*.py")])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_imported_again_by_a_spawned_process_runs_nothing(script):
+    """Tokenising workers and engines start processes by spawn, which import the main script under another name."""
+    runpy.run_path(str(script), run_name="__mp_main__")
+    wanted = re.findall(r'run_script\("(\w+)"\)', script.read_text())
+    assert {name.replace("_", "-") for name in wanted} <= set(dispatcher.available_commands())
 
 
 def test_version(capsys):

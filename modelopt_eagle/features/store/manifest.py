@@ -120,7 +120,7 @@ def read_manifests(folder: Path) -> dict[str, Manifest]:
         FeatureError: the folder or its manifests are missing, or they disagree in contract or data set.
     """
     if not folder.is_dir():
-        raise FeatureError(f"feature store {folder} does not exist; make it with compute_hidden_states_hf.py")
+        raise FeatureError(f"feature store {folder} does not exist; make it with modelopt-eagle dump")
     names = sorted(path.name for path in folder.iterdir() if _MANIFEST_NAME.fullmatch(path.name))
     if not names:
         if kind := foreign_format(folder):

@@ -17,9 +17,9 @@ from modelopt_eagle.features.dump import BackEnd, dump, estimate
 from modelopt_eagle.features.store import SHARD_BYTES, STORAGE_DTYPES
 
 
-def build_parser(description: str) -> argparse.ArgumentParser:
+def build_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     """The shared options; a back end may add its own."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument("--input-file", required=True, nargs="+", help="conversations: .jsonl file(s), or quickstart")
     parser.add_argument("--output-dir", required=True, type=Path, help="the store; goes on if it was begun")
