@@ -9,6 +9,7 @@ import torch
 
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, parse_ids
 from modelopt_eagle.export.tensors import CONVENTIONS
+from modelopt_eagle.target.load import architecture_of
 
 if TYPE_CHECKING:
     from modelopt_eagle.target.like import TableTarget
@@ -64,6 +65,7 @@ def read_options(arguments: argparse.Namespace, target: TableTarget | None = Non
         layers=arguments.draft_layers,
         lm_head=target.head.weight if target else None,
         target_dtype=dtype_of(target.config) if target else None,
+        target_architecture=architecture_of(target),
     )
 
 

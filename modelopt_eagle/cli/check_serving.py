@@ -31,6 +31,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         help="interpreter that has it; default .venv-vllm/bin/python, which scripts/setup_vllm_cpu.sh makes",
     )
+    parser.add_argument(
+        "--chat_template",
+        "--chat-template",
+        help="a Jinja chat template or a file with one, in place of the target's own",
+    )
     parser.add_argument("--prompts", default="quickstart", help="prompts to decode, a .jsonl; default: the 80 shipped")
     parser.add_argument("--num_samples", type=int, default=24, help="take this many, spread evenly (default 24)")
     parser.add_argument("--max_new_tokens", type=int, default=96, help="length of an answer (default 96)")
@@ -57,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint=arguments.checkpoint,
         engine=arguments.engine,
         engine_python=arguments.engine_python,
+        chat_template=arguments.chat_template,
         prompts=arguments.prompts,
         num_samples=arguments.num_samples,
         max_new_tokens=arguments.max_new_tokens,

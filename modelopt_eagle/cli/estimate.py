@@ -6,7 +6,7 @@ import argparse
 import time
 from dataclasses import dataclass
 
-from modelopt_eagle.recipe import add_recipe_arguments, recipe_from_arguments
+from modelopt_eagle.recipe.command_line import add_run_arguments, run_recipe
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, help="rows of the data, with --tokens (default: rows of data.max_length)")
     parser.add_argument("--supervised", type=float, default=0.6, help="share of supervised tokens, with --tokens (0.6)")
     parser.add_argument("--gflops", type=float, help="speed of the machine meant; default: a matrix product timed here")
-    add_recipe_arguments(parser, default="quickstart")
+    add_run_arguments(parser)
     args = parser.parse_intermixed_args(argv)
-    recipe = recipe_from_arguments(args)
+    recipe = run_recipe(args)
     if args.tokens is None:
         rows, tokens, supervised = read_data(recipe)
     else:

@@ -60,8 +60,9 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
     target = "MERGED_TARGET" if adapted else config.target_name or "TARGET"
     lines = adapter_lines(config) if adapted else []
     for index, (key, engine) in enumerate(ENGINES.items()):
-        need = needed_version(key, config, quantised=quantised).text(key)
-        lines += [*([""] if index else []), *engine.serve(Order(target, config, need, engine.tested))]
+        need = needed_version(key, config, quantised=quantised)
+        order = Order(target, config, need.text(key), engine.tested)
+        lines += [*([""] if index else []), *([f"{need.unserved}."] if need.unserved else engine.serve(order))]
     return lines
 
 

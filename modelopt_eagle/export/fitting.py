@@ -17,6 +17,7 @@ from torch import Tensor
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.rotary import check_scaling
 from modelopt_eagle.errors import ExportError
+from modelopt_eagle.target.load import architecture_of
 
 NARROWER = (torch.bfloat16, torch.float16)
 """A copy may have been rounded to one of these when it was saved."""
@@ -92,6 +93,8 @@ def with_target(config: DraftConfig, target) -> DraftConfig:
         raise ExportError(f"the head reads layers {list(config.aux_layer_ids)}, the target has {layers} (0-based)")
     config.target_name = config.target_name or identity.get("model")
     config.tokenizer_hash = config.tokenizer_hash or identity.get("tokenizer_hash")
+    if architecture := architecture_of(target):
+        config.extra = {**config.extra, "target_architecture": architecture}
     text = getattr(target, "config", None)
     length = getattr(text, "max_position_embeddings", None)
     if length and config.max_position_embeddings < length:

@@ -56,6 +56,7 @@ class ReadOptions:
         layers: of the head, for a config that names another number than the file holds.
         lm_head: ``[V, Ht]`` of the target, for heads that propose by its rows.
         target_dtype: of the target's numbers, which engines cast a head to.
+        target_architecture: its model class, by which engines tell whether they draft for it.
     """
 
     layout: str | None = None
@@ -67,6 +68,7 @@ class ReadOptions:
     layers: int | None = None
     lm_head: Tensor | None = field(default=None, repr=False, compare=False)
     target_dtype: torch.dtype | None = None
+    target_architecture: str | None = None
 
 
 def detect_layout(config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> str:

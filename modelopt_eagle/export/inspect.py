@@ -153,6 +153,8 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
                 found.aux_layer_ids = list(ids) if ids else None
             except CheckpointError:
                 pass  # the contradiction is the problem above
+    if found.config is not None and known.target_architecture:
+        found.config["extra"] = {**found.config["extra"], "target_architecture": known.target_architecture}
     if not training and layout != "speculators":
         found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in ENGINES}
     return found

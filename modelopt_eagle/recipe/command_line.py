@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from modelopt_eagle.recipe.loader import SHORT, load_recipe
 from modelopt_eagle.recipe.recipe import Recipe
@@ -53,39 +53,56 @@ def train_parser() -> argparse.ArgumentParser:
         "bundled quick-start target and conversations.",
         epilog="The script's own flags: --python-env current uses the active Python environment instead of .venv.",
     )
-    parser.add_argument("--base_model", metavar="NAME", help="the target: hub id, local folder, GGUF file, quickstart")
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="conversations, .jsonl")
-    parser.add_argument("--offline_data", metavar="DIR", help="train from dumped features instead")
+    add_run_arguments(parser)
     parser.add_argument("--output_dir", metavar="DIR", help="checkpoints, report and export (under ckpts/)")
     parser.add_argument("--dry_run", action="store_true", help="everything up to the first step, train nothing")
-    add_recipe_arguments(parser)
     return parser
 
 
-def train_recipe(argv: list[str] | None = None) -> Recipe:
-    """The recipe of a train-and-export command line.
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a run is about: target, data and recipe, as every command that speaks of a run takes it."""
+    parser.add_argument("--base_model", metavar="NAME", help="the target: hub id, local folder, GGUF file, quickstart")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="conversations, .jsonl")
+    parser.add_argument("--offline_data", metavar="DIR", help="train from dumped features instead")
+    add_recipe_arguments(parser)
 
-    Without ``--recipe``, the quick start is run for the bundled target, ``eagle3`` for another one and
-    ``eagle3_offline`` with ``--offline_data``. Flags win over the file, overrides over flags.
+
+def train_recipe(argv: list[str] | None = None) -> Recipe:
+    """The recipe of a train-and-export command line, see :func:`run_recipe`.
 
     Raises:
         RecipeError: as ``load_recipe``.
     """
     args = train_parser().parse_intermixed_args(argv)
+    dry = True if args.dry_run else None
+    return run_recipe(args, [("training.output_dir", args.output_dir), ("training.dry_run", dry)])
+
+
+def run_recipe(args: argparse.Namespace, flags: Sequence[tuple[str, object]] = ()) -> Recipe:
+    """The recipe that the arguments of :func:`add_run_arguments` describe.
+
+    Without ``--recipe``, the quick start is run for the bundled target, ``eagle3`` for another one and
+    ``eagle3_offline`` with ``--offline_data``. Flags win over the file, overrides over flags.
+
+    Args:
+        args: parsed by ``parse_intermixed_args``.
+        flags: values of further flags by their keys; ``None``: not given.
+
+    Raises:
+        RecipeError: as ``load_recipe``.
+    """
     # ``--data a.jsonl section.key=value``: argparse gives all of it to --data.
     if args.data is not None:
         args.overrides = [text for text in args.data if _is_override(text)] + args.overrides
         args.data = [text for text in args.data if not _is_override(text)] or None
     if args.recipe is None:
         args.recipe = _default_recipe(args)
-    flags = [
+    own = [
         ("model.base_model", args.base_model),
         ("data.train_path", args.data if args.data is None or len(args.data) > 1 else args.data[0]),
         ("data.offline_data_path", args.offline_data),
-        ("training.output_dir", args.output_dir),
-        ("training.dry_run", True if args.dry_run else None),
     ]
-    return recipe_from_arguments(args, flags)
+    return recipe_from_arguments(args, [*own, *flags])
 
 
 def _default_recipe(args: argparse.Namespace) -> str:

@@ -162,6 +162,7 @@ class ServingCheck:
         base_model: the target, as in ``load_target``.
         engine: ``vllm``, the one that runs on a CPU.
         engine_python: its interpreter; default that of ``scripts/setup_vllm_cpu.sh``.
+        chat_template: Jinja text or a file with it, in place of the target's own.
         prompts, num_samples: what to decode, as in ``load_prompts``.
         max_new_tokens, num_speculative_tokens: lengths of an answer and of a draft.
         batch_size: requests decoded together, here and in the engine.
@@ -177,6 +178,7 @@ class ServingCheck:
         *,
         engine: str = "vllm",
         engine_python: str | Path | None = None,
+        chat_template: str | Path | None = None,
         prompts: str | Path = "quickstart",
         num_samples: int | None = 24,
         max_new_tokens: int = 96,
@@ -192,7 +194,7 @@ class ServingCheck:
         self.engine, self.python, self.say = engine, find_engine_python(engine_python, engine), say
         self.steps, self.batch_size, self.max_new_tokens = num_speculative_tokens, batch_size, max_new_tokens
         place = resolve(base_model)
-        self.target = load_target(base_model, dtype="float32")
+        self.target = load_target(base_model, dtype="float32", chat_template=chat_template)
         window = int(getattr(self.target.config, "max_position_embeddings", 4096))
         # An engine that is within two drafts of the window drafts no more, for the whole batch.
         room = max_new_tokens + 2 * num_speculative_tokens + 1

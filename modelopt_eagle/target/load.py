@@ -7,6 +7,7 @@ import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -128,6 +129,22 @@ def resolve(name: str | Path) -> Path | str:
     if text.startswith(("/", "./", "../", "~")) or text.count("/") > 1:
         raise TargetError(f"{text}: no such folder; give a hub id (owner/name), a local folder, or 'quickstart'")
     return text
+
+
+def architecture_of(target: Any) -> str | None:
+    """The model class of a target as ``config.json`` names it, by which engines tell what they serve it with.
+
+    Args:
+        target: a ``Target``, its tables, or anything else (``None`` then).
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for config in (getattr(getattr(target, "model", None), "config", None), getattr(target, "config", None)):
+        names = getattr(config, "architectures", None) or ()
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", None))
+        if names or known:
+            return str(names[0] if names else known)
+    return None
 
 
 def load_config(place: Path | str, revision: str | None = None, trust_remote_code: bool = False):

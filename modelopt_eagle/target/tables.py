@@ -104,6 +104,7 @@ def load_target_tables(
     config = load_config(place, revision, trust_remote_code)
     model = _skeleton(causal_class(config, name, trust_remote_code), config, name, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
+    text_config.architectures = text_config.architectures or config.architectures  # of the whole model
     parts = find_parts(model, text_config)
     files = CheckpointFiles(place, revision)
     prefix = _text_prefix(files, parts, (text_config.vocab_size, text_config.hidden_size))

@@ -14,10 +14,12 @@ from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids
 from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import RecipeError, TrainingError
+from modelopt_eagle.export.engines.versions import target_lines
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import TableTarget, load_target, load_target_tables
+from modelopt_eagle.target.load import architecture_of
 from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.training.checkpoint import RECIPE, CheckpointFolder, read_state
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
@@ -138,6 +140,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     identity = target.identity()
     say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "
         f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
+    for line in target_lines(architecture_of(target)):
+        say(f"engine: {line}")
     if head is None:
         check_head(recipe, target, ids)
     if not offline:
@@ -157,6 +161,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         if recipe.model.draft_init_vocab == "rebuild":
             head, vocabulary = rebuild_vocabulary(recipe, head, target, data)
         head.config.training_length = max(head.config.training_length or 0, max(data.train.lengths))
+    if architecture := architecture_of(target):
+        head.config.extra = {**head.config.extra, "target_architecture": architecture}
     if not offline and any(p.requires_grad for p in target.model.parameters()):
         raise TrainingError("a parameter of the target is trainable; only the head may be: please report this")
     head = head.float().to(accelerator.device).train()

@@ -48,6 +48,16 @@ def test_estimate_counts_what_training_then_finds(tiny_target_dir, tiny_target, 
     assert found.checkpoint_bytes == pytest.approx(written, rel=0.2)
 
 
+def test_estimate_takes_target_and_data_as_train_does(tiny_target_dir, tmp_path, capsys):
+    """Another target is estimated under the recipe that training it would take."""
+    rows = [{"messages": [{"role": "user", "content": "Say a."}, {"role": "assistant", "content": "a"}]}] * 4
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ["--base_model", str(tiny_target_dir), "--data", str(tmp_path / "rows.jsonl"), "--gflops", "1"]
+    assert run_command("estimate", [*given, "data.max_length=64"]) == 0
+    shown = capsys.readouterr().out
+    assert "data         4 rows" in shown and "target       0." in shown
+
+
 def test_estimate_prints_without_weights(tiny_target_dir, tmp_path, capsys):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_bytes((tiny_target_dir / "config.json").read_bytes())

@@ -292,3 +292,12 @@ def test_the_runner_counts_only_the_timed_requests(tmp_path, monkeypatch):
     assert result["drafts"] == 2 and result["draft_tokens"] == 6 and result["accepted_per_position"] == [2, 0, 0]
     assert result["token_ids"] == [[5], [6]] and result["engine_version"] == "fake"
     assert RUNNERS["vllm"].is_file()
+
+
+def test_prompts_are_rendered_by_a_template_that_is_given(served, tmp_path):
+    root, answers = served
+    (tmp_path / "plain.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    options = {"engine_python": engine(root, answers), "prompts": root / "prompts.jsonl", "say": lambda line: None}
+    own = ServingCheck(str(root / "target"), max_new_tokens=12, **options)
+    given = ServingCheck(str(root / "target"), max_new_tokens=12, chat_template=tmp_path / "plain.jinja", **options)
+    assert given.target.tokenizer.decode(given.prompts[0]) == "Say 0." and len(own.prompts[0]) > len(given.prompts[0])

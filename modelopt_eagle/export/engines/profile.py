@@ -141,6 +141,30 @@ class Since:
 
 
 @dataclass(frozen=True)
+class Targets:
+    """The model classes of which an engine hands a draft the captured states; it implements this class by class.
+
+    Attributes:
+        source: where its code says so.
+        first: release to the architectures (``architectures[0]`` of a ``config.json``) that it is the first to serve.
+        complete: whether a class that is not named has no such interface in the release read; else it is not known.
+        never: classes that were looked at and have none, where the list is not complete.
+    """
+
+    source: str
+    first: Mapping[str, tuple[str, ...]]
+    complete: bool
+    never: tuple[str, ...] = ()
+
+    def since(self, architecture: str) -> str | bool | None:
+        """The first release that drafts for a target of this class; ``False``: none; ``None``: not known."""
+        for release, names in self.first.items():
+            if architecture in names:
+                return release
+        return False if self.complete or architecture in self.never else None
+
+
+@dataclass(frozen=True)
 class Order:
     """What serving commands are written for.
 
@@ -185,6 +209,7 @@ class Engine:
         version, source: of the code that was read.
         tested: what an export is held against, for the model card.
         loads, quantised: how it reads folders.
+        targets: which targets it drafts for.
         since: name of a part of a head (see ``versions.PARTS``) to the first release that reads it.
         serve: the lines of the model card that serve a head.
         serve_adapted: a sentence of the card about serving a head together with its target's adapter
@@ -200,6 +225,7 @@ class Engine:
     tested: str
     loads: LoadRules
     quantised: QuantRules
+    targets: Targets
     since: Mapping[str, Since]
     serve: Callable[[Order], list[str]]
     serve_adapted: Callable[[str, dict], str] | None = None

@@ -9,11 +9,71 @@ from modelopt_eagle.export.engines.profile import (
     Order,
     QuantRules,
     Since,
+    Targets,
     part_of_name,
     whole_name,
 )
 
 LLAMA_FILE = "srt/models/llama_eagle3.py"
+TARGETS = {
+    "0.4.9": (
+        "InternLM3ForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM",
+        "MistralForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    ),
+    "0.5.1": (
+        "GptOssForCausalLM",
+    ),
+    "0.5.2": (
+        "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration",
+    ),
+    "0.5.3": (
+        "ApertusForCausalLM",
+    ),
+    "0.5.5": (
+        "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM",
+    ),
+    "0.5.6": (
+        "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "TeleFLMForCausalLM",
+    ),
+    "0.5.7": (
+        "Ministral3ForCausalLM", "MistralLarge3ForCausalLM",
+    ),
+    "0.5.8": (
+        "Glm4MoeLiteForCausalLM", "IQuestCoderForCausalLM",
+    ),
+    "0.5.9": (
+        "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "ExaoneMoEForCausalLM",
+        "GlmMoeDsaForCausalLM", "Qwen3NextForCausalLM",
+    ),
+    "0.5.10": (
+        "KimiK25ForConditionalGeneration", "SarvamMoEForCausalLM",
+    ),
+    "0.5.11": (
+        "InternS1ProForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+    ),
+    "0.5.12": (
+        "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+    ),
+    "0.5.13": (
+        "Gemma4UnifiedForConditionalGeneration",
+    ),
+    "0.5.16": (
+        "MellumForCausalLM", "MiniMaxM3SparseForCausalLM",
+    ),
+    "0.5.18": (
+        "InternS2MobiusForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration",
+    ),
+    "0.5.20": (
+        "Cosmos3ForConditionalGeneration", "Glm5NextForConditionalGeneration", "Qwen4ExpForConditionalGeneration",
+    ),
+    "0.5.22": (
+        "ExaoneMoeForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    ),
+}  # fmt: skip
+"""Targets by the first release whose class has a ``set_eagle3_layers_to_capture``, own or inherited; older ones than
+0.4.9 were not looked at."""
 SPLITS_KV_B = "it splits kv_b_proj after loading and takes floating numbers only"
 
 
@@ -93,6 +153,7 @@ ENGINE = Engine(
             }
         },
     ),
+    targets=Targets("srt/models: classes with set_eagle3_layers_to_capture", TARGETS, complete=True),
     since={
         "an EAGLE-3 head": Since("0.4.4.post2", "0.4.4.post1", LLAMA_FILE),
         "eagle_aux_hidden_state_layer_ids": Since("0.4.9", "0.4.8.post1", "srt/model_executor/model_runner.py"),
@@ -103,7 +164,7 @@ ENGINE = Engine(
         "layers.0 names": Since("0.5.12", "0.5.11", LLAMA_FILE),
         "latent attention": Since("0.5.12", "0.5.11", "srt/models/kimi_k25_eagle3.py"),
         "norm_before_fc": Since("0.5.17", "0.5.16", LLAMA_FILE),
-        "a sliding window": Since("0.5.23", "0.5.22", LLAMA_FILE),
+        "a sliding window": Since("0.5.12", "0.5.11", LLAMA_FILE),
     },
     serve=serve,
 )

@@ -5,9 +5,15 @@ Its released packages were not compared, so from which release on it reads each 
 
 from __future__ import annotations
 
-from modelopt_eagle.export.engines.profile import LAYERS, Engine, LoadRules, Order, QuantRules, shell_pattern
+from modelopt_eagle.export.engines.profile import LAYERS, Engine, LoadRules, Order, QuantRules, Targets, shell_pattern
 
 NOBODY_READ = "its code was not read for quantised heads of this type, so it is not known to serve them"
+SPECULATING = (
+    "ApertusForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM",
+    "GptOssForCausalLM", "KimiLinearForCausalLM", "LlamaForCausalLM", "NemotronHForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen4ExpForCausalLM", "Step3p7ForConditionalGeneration",
+)  # fmt: skip
+"""Targets whose classes were seen to draft; the others were not read."""
 
 
 def serve(order: Order) -> list[str]:
@@ -84,6 +90,12 @@ ENGINE = Engine(
         first_layer="model.midlayer",
         plain={},
         refuses={"kimik2": {"FP8": NOBODY_READ, "NVFP4": NOBODY_READ}},
+    ),
+    targets=Targets(
+        "_torch/models/modeling_*.py at several commits of 2026: classes over SpecDecOneEngineForCausalLM",
+        {"1.3": SPECULATING},
+        complete=False,
+        never=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     ),
     since={},
     serve=serve,

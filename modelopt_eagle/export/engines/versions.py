@@ -27,15 +27,19 @@ class Need:
         version: the oldest that reads everything; ``None`` if that is not known.
         because: what sets it.
         unknown: what the head needs and no release is known for.
+        unserved: why no release that was read drafts for its target; ``None`` if one does, or it is not known.
     """
 
     version: str | None
     because: tuple[str, ...]
     unknown: tuple[str, ...]
+    unserved: str | None = None
 
     def text(self, engine: str) -> str:
         """A line about it."""
         name = ENGINES[engine].name
+        if self.unserved is not None:
+            return self.unserved
         if self.version is None:
             return f"{name}: which releases read {', '.join(self.unknown)} is not known here"
         line = f"{name} {self.version} or newer ({', '.join(self.because)})"
@@ -69,13 +73,45 @@ def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: st
     return [name for name, needed in needs.items() if needed]
 
 
+def unserved_target(engine: str, architecture: str | None) -> str | None:
+    """Why an engine drafts for no target of this class, as far as its releases were read; ``None``: it may."""
+    known = ENGINES[engine]
+    if architecture is None or known.targets.since(architecture) is not False:
+        return None
+    return (
+        f"{known.name} does not draft for this target: up to {known.version} its {architecture} hands no layer outputs "
+        "to a draft"
+    )
+
+
+def target_lines(architecture: str | None) -> list[str]:
+    """What is known of each engine and a target of this class, for a run that begins; empty for no class."""
+    if architecture is None:
+        return []
+    lines = []
+    for key, engine in ENGINES.items():
+        since = engine.targets.since(architecture)
+        if since is None:
+            lines.append(f"{engine.name}: whether it drafts for {architecture} was not read")
+        else:
+            lines.append(unserved_target(key, architecture) or f"{engine.name} drafts for {architecture} since {since}")
+    return lines
+
+
 def needed_version(engine: str, config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> Need:
     """The oldest release of an engine that reads all of a head, as far as it is known."""
     features, known = features_of(config, quantised=quantised, layer_names=layer_names), ENGINES[engine].since
     found = {name: known[name].version for name in features if name in known}
     unknown = tuple(name for name in features if name not in known)
-    if not found:
-        return Need(None, (), unknown)
+    architecture = config.extra.get("target_architecture")
+    unserved = unserved_target(engine, architecture)
+    since = ENGINES[engine].targets.since(architecture) if architecture else None
+    if since and known:
+        found[f"the target {architecture}"] = since
+    elif architecture and since is None:
+        unknown += (f"the target {architecture}",)
+    if not found or unserved:
+        return Need(None, (), unknown, unserved)
     version = max(found.values(), key=parts_of)
     return Need(version, tuple(name for name, own in found.items() if own == version), unknown)
 
@@ -107,12 +143,19 @@ def check_versions(
         ExportError: an unknown engine, or a release that does not read something the head needs.
     """
     for engine, version in wanted.items():
-        asked, known, name = parts_of(version), engine_of(engine).since, engine_of(engine).name
-        features = features_of(config, quantised=quantised, layer_names=layer_names)
-        late = [f"{n} ({known[n].version})" for n in features if n in known and parts_of(known[n].version) > asked]
+        known, asked = engine_of(engine), parts_of(version)
+        architecture = config.extra.get("target_architecture")
+        unserved = unserved_target(known.key, architecture)
+        if unserved and asked <= parts_of(known.version):
+            raise ExportError(f"{known.name} {version} was asked for: {unserved}")
+        since = {name: known.since[name].version for name in features_of(
+            config, quantised=quantised, layer_names=layer_names) if name in known.since}  # fmt: skip
+        if known.since and architecture and known.targets.since(architecture):
+            since[f"the target {architecture}"] = str(known.targets.since(architecture))
+        late = [f"{name} ({first})" for name, first in since.items() if parts_of(first) > asked]
         if late:
             raise ExportError(
-                f"{name} {version} does not read {', '.join(late)}; the releases in brackets are the first "
+                f"{known.name} {version} does not read {', '.join(late)}; the releases in brackets are the first "
                 "that do: serve it in a newer one, or train the head without"
             )
 

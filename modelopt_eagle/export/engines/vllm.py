@@ -10,6 +10,7 @@ from modelopt_eagle.export.engines.profile import (
     QuantRules,
     Runner,
     Since,
+    Targets,
     part_of_name,
     whole_name,
 )
@@ -17,6 +18,86 @@ from modelopt_eagle.export.engines.profile import (
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that it takes for ``--max-lora-rank``."""
 LLAMA_FILE = "model_executor/models/llama_eagle3.py"
+TARGETS = {
+    "0.10.1": (
+        "Ernie4_5ForCausalLM", "InternLM3ForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
+        "Phi3ForCausalLM", "Qwen3ForCausalLM", "TeleChat2ForCausalLM", "TeleFLMForCausalLM",
+    ),
+    "0.10.2": (
+        "MiMoForCausalLM", "Qwen2ForCausalLM",
+    ),
+    "0.11.0": (
+        "GptOssForCausalLM", "MiniCPM3ForCausalLM", "MiniCPMForCausalLM",
+    ),
+    "0.11.1": (
+        "Llama4ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3MoeForCausalLM",
+    ),
+    "0.12.0": (
+        "OpenCUAForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+    ),
+    "0.14.1": (
+        "IQuestCoderForCausalLM",
+    ),
+    "0.15.1": (
+        "LlavaForConditionalGeneration",
+    ),
+    "0.16.0": (
+        "AfmoeForCausalLM", "InternS1ProForConditionalGeneration", "LightOnOCRForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+    ),
+    "0.17.0": (
+        "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+    ),
+    "0.18.0": (
+        "ApertusForCausalLM", "DeepseekForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+        "KimiK25ForConditionalGeneration", "MistralLarge3ForCausalLM", "Step1ForCausalLM",
+    ),
+    "0.19.0": (
+        "PixtralForConditionalGeneration",
+    ),
+    "0.19.1": (
+        "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration",
+    ),
+    "0.20.0": (
+        "Exaone4_5_ForConditionalGeneration", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "TeleChat3ForCausalLM",
+    ),
+    "0.21.0": (
+        "LagunaForCausalLM",
+    ),
+    "0.22.0": (
+        "InternS2PreviewForConditionalGeneration", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM",
+    ),
+    "0.23.0": (
+        "Cosmos3ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    ),
+    "0.24.0": (
+        "Qwen3NextForCausalLM",
+    ),
+    "0.25.0": (
+        "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM",
+    ),
+    "0.27.0": (
+        "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    ),
+    "0.28.0": (
+        "InternS2MobiusForConditionalGeneration", "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration",
+    ),
+    "0.29.0": (
+        "Plamo3ForCausalLM", "Qwen3OmniMoeForConditionalGeneration",
+    ),
+    "0.30.0": (
+        "CohereCompassForConditionalGeneration", "K2HorizonForCausalLM", "SarvamMLAForCausalLM",
+    ),
+    "0.31.0": (
+        "Cohere2MoeForCausalLM", "MiMoV2OmniForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3",
+    ),
+    "0.32.0": (
+        "GraniteForCausalLM", "GraniteSWAForCausalLM", "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_7ForConditionalGeneration",
+    ),
+}  # fmt: skip
+"""Targets by the first release whose class has its interface ``SupportsEagle3``, own or inherited."""
 
 
 def serve(order: Order) -> list[str]:
@@ -102,6 +183,7 @@ ENGINE = Engine(
         plain={"kimik2": ("lm_head",)},
         refuses={},
     ),
+    targets=Targets("model_executor/models: classes with SupportsEagle3", TARGETS, complete=True),
     since={
         "an EAGLE-3 head": Since("0.8.5", None, LLAMA_FILE),
         "layers.0 names": Since("0.8.5", None, LLAMA_FILE),
