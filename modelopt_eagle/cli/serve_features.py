@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from modelopt_eagle.common.console import say
+from modelopt_eagle.common.package import search_path
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import check_bind, check_free
 
@@ -111,9 +112,10 @@ _NEEDED = ("vllm", "torch", "transformers", "safetensors", "yaml", "pydantic", "
 
 def _serve_vllm(args, token: str | None) -> int:
     from modelopt_eagle.serving.check import engine_environment
+    from modelopt_eagle.target.gguf import cache_folder
 
     command = vllm_command(args)
-    package = str(Path(__file__).parents[2])  # vLLM's Python must find our connector
+    package = str(search_path(cache_folder()))  # vLLM's Python must find our connector
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     if args.print:
         print(f"PYTHONPATH={shlex.quote(path)} {shlex.join(command)}")

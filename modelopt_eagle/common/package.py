@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import importlib.metadata
 import subprocess
@@ -38,6 +40,28 @@ def package_commit() -> str:
         return git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return version
+
+
+def search_path(folder: Path) -> Path:
+    """A folder by which another Python finds this package, and nothing else that is installed here.
+
+    Args:
+        folder: where a folder that holds only a link to the package is made, for a package installed from a wheel: all
+            that lies beside it there would stand in for the other Python's own packages.
+
+    Returns:
+        the clone, or the folder with the link.
+    """
+    root = checkout()
+    if root is not None:
+        return root
+    home = Path(__file__).resolve().parents[1]
+    alone = folder / f"package-{hashlib.sha256(str(home).encode()).hexdigest()[:12]}"
+    alone.mkdir(parents=True, exist_ok=True)
+    link = alone / NAME
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(home, target_is_directory=True)
+    return alone
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

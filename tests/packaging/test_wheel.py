@@ -86,6 +86,18 @@ print(modelopt_eagle.__file__)
     assert place.is_relative_to(environment.parent) and not place.is_relative_to(ROOT)
 
 
+def test_another_python_is_shown_the_package_and_nothing_beside_it(environment, elsewhere):
+    script = """
+import os, sys
+from pathlib import Path
+from modelopt_eagle.common.package import search_path
+for _ in range(2):
+    folder = search_path(Path("cache"))
+print(*os.listdir(folder), (folder / "modelopt_eagle" / "errors.py").is_file())
+"""
+    assert ask(environment / "python", "-c", script, cwd=elsewhere).split() == ["modelopt_eagle", "True"]
+
+
 def test_every_file_of_the_package_is_in_the_wheel(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
