@@ -167,7 +167,9 @@ class Trainer:
             self.checkpoints.require_room(self.step.module)
             self.save()
             return
-        if missing := [name for name in asdict(self.state) if name not in found.state]:
+        known = asdict(self.state)
+        known["skipped"] = found.state.get("skipped", [])  # checkpoints of before it was counted
+        if missing := [name for name in known if name not in {**found.state, "skipped": []}]:
             raise CheckpointError(f"{found.folder}: its state has no {', '.join(missing)}; remove this checkpoint")
         check_provenance(found.folder, found.state["provenance"], self.run.provenance)
         self.step.module.load_state_dict(found.tensors)
@@ -177,8 +179,7 @@ class Trainer:
         for optimizer, state in zip(self.optimizers, found.optimizers, strict=True):
             optimizer.load_state_dict(state)
         set_rng_state(found.rng)
-        known = asdict(self.state)  # a checkpoint of an earlier version lacks what came later
-        self.state = TrainerState(**{name: found.state.get(name, default) for name, default in known.items()})
+        self.state = TrainerState(**{name: found.state.get(name, known[name]) for name in known})
         self.saved_step = self.state.step
         if self.state.step:
             self.view.say(f"going on from {found.folder} (step {self.state.step} of {self.schedule.total_steps})")

@@ -13,8 +13,8 @@ def test_a_recipe_validates_with_trees(tiny_target_dir, tmp_path, capfd):
     shape = ["validation.mode=tree", "validation.topk=4", "validation.num_steps=2", "validation.num_nodes=9"]
     command = arguments(tiny_target_dir, data, output, "training.epochs=1", *shape)
     assert train_and_export.main(command) == 0
-    shown = capfd.readouterr().out
-    assert "tree of topk 4, depth 2, 9 nodes" in shown and "tree of 9 nodes" in shown
+    shown = capfd.readouterr()
+    assert "tree of topk 4, depth 2, 9 nodes" in shown.err and "tree of 9 nodes" in shown.out
     measured = json.loads((output / "report" / "acceptance.json").read_text())
     assert measured["draft"] == {"mode": "tree", "topk": 4, "depth": 2, "num_nodes": 9}
     assert len(measured["per_position"]) == 2 and measured["speedup"] > 0
