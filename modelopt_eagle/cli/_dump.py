@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from modelopt_eagle.common.console import shown
+from modelopt_eagle.common.lists import parse_ids
 from modelopt_eagle.errors import EagleError, FeatureError
 from modelopt_eagle.features.dump import BackEnd, dump, estimate
 from modelopt_eagle.features.store import SHARD_BYTES, STORAGE_DTYPES
@@ -66,12 +67,8 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     Raises:
         FeatureError: not numbers.
     """
-    if text is None:
-        return None
-    try:
-        return tuple(sorted(int(part) for part in text.split(",")))
-    except ValueError as error:
-        raise FeatureError(f"--aux-layers takes numbers such as 1,14,26; found {text!r}") from error
+    ids = parse_ids(text, "--aux-layers", FeatureError)
+    return None if ids is None else tuple(sorted(ids))
 
 
 def run(parser: argparse.ArgumentParser, open_back_end: Callable[[argparse.Namespace], BackEnd], argv=None) -> int:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, parse_ids
+from modelopt_eagle.common.lists import parse_ids
+from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions
 from modelopt_eagle.export.tensors import CONVENTIONS
 from modelopt_eagle.target.load import architecture_of
 
@@ -57,7 +59,7 @@ def read_options(arguments: argparse.Namespace, target: TableTarget | None = Non
     residual = arguments.norm_before_residual
     return ReadOptions(
         layout=arguments.layout,
-        aux_layer_ids=parse_ids(arguments.aux_layer_ids),
+        aux_layer_ids=parse_ids(arguments.aux_layer_ids, "--aux-layer-ids", CheckpointError),
         target_layers=arguments.target_layers or (target.num_layers if target else None),
         norm_before_residual=None if residual is None else residual == "true",
         d2t_convention=arguments.d2t_convention,

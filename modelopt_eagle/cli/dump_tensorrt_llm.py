@@ -7,9 +7,10 @@ from modelopt_eagle.cli._dump import build_parser, parse_layers, run
 
 def open_back_end(args):
     """Prepare the engine; norm and head are read from the target's files."""
+    from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
     from modelopt_eagle.features.dump import EngineBackEnd
     from modelopt_eagle.features.engines.tensorrt_llm import TrtllmFeatures
-    from modelopt_eagle.target import check_layer_ids, default_layer_ids, load_target_tables
+    from modelopt_eagle.target import load_target_tables
 
     tables = load_target_tables(
         args.model,

@@ -6,6 +6,7 @@ import argparse
 import time
 from dataclasses import dataclass
 
+from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.recipe.command_line import add_run_arguments, run_recipe
 
 
@@ -137,7 +138,7 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     config_of_head = algorithm.head_config(recipe, config, eagle.draft_vocab_size, eagle.aux_layer_ids)
     cost, depths = algorithm.cost(config_of_head), algorithm.depths(algorithm.settings(recipe))
     dtype = model.load_arguments()["dtype"]
-    dtype = str(getattr(text, "dtype", None) or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype
+    dtype = dtype_name(getattr(text, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     contract = FeatureContract("estimate", None, config_of_head.aux_layer_ids, True, dtype, None, None,
                                text.hidden_size, text.vocab_size)  # fmt: skip
     per_epoch, steps = count_steps(recipe, [1] * rows, 1)

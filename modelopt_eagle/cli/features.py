@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from modelopt_eagle.common.lists import parse_ids
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.store import STORAGE_DTYPES, maintenance
 
@@ -44,10 +45,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
 
 def _answers(args) -> dict:
     """The same as arguments of ``open_reader`` and ``open_offline``."""
-    try:
-        layers = None if args.aux_layers is None else tuple(int(part) for part in args.aux_layers.split(","))
-    except ValueError as error:
-        raise FeatureError(f"--aux-layers takes numbers such as 1,14,26; found {args.aux_layers!r}") from error
+    layers = parse_ids(args.aux_layers, "--aux-layers", FeatureError)
     normed = None if args.final_states is None else args.final_states == "normed"
     return {"aux_layer_ids": layers, "final_is_normed": normed, "all_supervised": args.all_supervised}
 

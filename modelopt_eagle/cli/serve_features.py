@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from modelopt_eagle.common.console import say
+from modelopt_eagle.common.lists import parse_ids
 from modelopt_eagle.common.package import search_path
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import check_bind, check_free
@@ -78,8 +79,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def vllm_command(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm serve`` that hands out the layers asked for."""
+    from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
     from modelopt_eagle.features.engines.vllm import context_length, speculative_config, transfer_config
-    from modelopt_eagle.target import check_layer_ids, default_layer_ids
     from modelopt_eagle.target.load import load_config, resolve
 
     place = resolve(args.model)
@@ -100,10 +101,8 @@ def vllm_command(args: argparse.Namespace) -> list[str]:
 
 
 def _layers(args) -> tuple[int, ...] | None:
-    try:
-        return None if args.aux_layers is None else tuple(sorted(int(part) for part in args.aux_layers.split(",")))
-    except ValueError as error:
-        raise StreamError(f"--aux-layers takes numbers such as 1,14,26; found {args.aux_layers!r}") from error
+    ids = parse_ids(args.aux_layers, "--aux-layers", StreamError)
+    return None if ids is None else tuple(sorted(ids))
 
 
 _NEEDED = ("vllm", "torch", "transformers", "safetensors", "yaml", "pydantic", "zmq")

@@ -1,4 +1,13 @@
-"""Pooled acceptance statistics and their uncertainty."""
+"""Pooled acceptance statistics and their uncertainty.
+
+Everything is counted over *verification steps*: a step of n accepted drafted tokens gives 1 + n tokens. Numbers are
+pooled over the steps of all prompts, never a mean of means.
+
+Without a step there is no acceptance length. :func:`pooled_length` is then ``None``, and what people read says "none"
+(:func:`length_text`): a 0 or a 1 there would look like a measurement. Two numbers stay numbers because programs compare
+them: :func:`acceptance_length` is 1 without a step, since plain decoding gives one token a pass, and a held-out walk
+(``WalkResult.acceptance_length``) is 0, so that a checkpoint on which nothing was measured is never the best one.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +15,57 @@ from collections.abc import Sequence
 
 import torch
 
-
-def acceptance_length(accepted: Sequence[Sequence[int]]) -> float:
-    """``Σ(1 + n) / steps`` over all steps of all prompts (pooled, not a mean of means); 1 without a step."""
-    steps = sum(map(len, accepted))
-    return 1.0 + sum(map(sum, accepted)) / steps if steps else 1.0
+Accepted = Sequence[Sequence[int]]
+"""Accepted drafted tokens of each verification step, a list a prompt."""
 
 
-def prefix_shares(accepted: Sequence[Sequence[int]], depth: int) -> list[float]:
-    """``[depth]`` share of steps in which position k was accepted, and so everything before it.
+def count_steps(accepted: Accepted) -> int:
+    """Verification steps of all prompts."""
+    return sum(map(len, accepted))
+
+
+def pooled_length(accepted: Accepted) -> float | None:
+    """``Σ(1 + n) / steps`` over all steps of all prompts; ``None`` without a step."""
+    steps = count_steps(accepted)
+    return 1.0 + sum(map(sum, accepted)) / steps if steps else None
+
+
+def acceptance_length(accepted: Accepted) -> float:
+    """:func:`pooled_length` as a number: 1 without a step."""
+    length = pooled_length(accepted)
+    return 1.0 if length is None else length
+
+
+def length_text(length: float | None) -> str:
+    """A length as people read it: three digits, or ``none``."""
+    return "none" if length is None else f"{length:.3f}"
+
+
+def prefix_counts(accepted: Accepted, depth: int) -> list[int]:
+    """``[depth]``: steps that accepted at least 1, 2, … drafted tokens; these are the counters of engines."""
+    return [sum(n > k for row in accepted for n in row) for k in range(depth)]
+
+
+def prefix_shares(accepted: Accepted, depth: int) -> list[float]:
+    """``[depth]`` share of steps in which position k was accepted, and so everything before it; 0 without a step.
 
     These are the counters of vLLM per draft (``num_accepted_tokens_per_pos / num_drafts``); they never rise with k,
     and their sum plus one is the acceptance length.
     """
-    steps = sum(map(len, accepted))
-    counts = [sum(n > k for row in accepted for n in row) for k in range(depth)]
+    return shares_of_counts(prefix_counts(accepted, depth), count_steps(accepted))
+
+
+def shares_of_counts(counts: Sequence[int], steps: int) -> list[float]:
+    """Counters of :func:`prefix_counts` over the steps they were counted in; 0 without a step."""
     return [count / steps if steps else 0.0 for count in counts]
 
 
-def bootstrap_interval(accepted: Sequence[Sequence[int]], seed: int = 0, rounds: int = 2000) -> tuple[float, float]:
+def length_of_shares(shares: Sequence[float], steps: int) -> float | None:
+    """The length that :func:`prefix_shares` add up to; ``None`` without a step."""
+    return 1.0 + sum(shares) if steps else None
+
+
+def bootstrap_interval(accepted: Accepted, seed: int = 0, rounds: int = 2000) -> tuple[float, float]:
     """95 % interval of the acceptance length, by drawing whole prompts with replacement, as their steps hang together.
 
     Args:
@@ -33,7 +74,8 @@ def bootstrap_interval(accepted: Sequence[Sequence[int]], seed: int = 0, rounds:
         rounds: number of draws.
 
     Returns:
-        2.5th and 97.5th percentile; both the value itself when there is a single prompt.
+        2.5th and 97.5th percentile; both the value itself when there is a single prompt with steps, and
+        :func:`acceptance_length` without a step.
     """
     rows = [row for row in accepted if len(row)]
     if not rows:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
 from modelopt_eagle.errors import DecodingError
-from modelopt_eagle.target.capture import check_layer_ids, default_layer_ids
 
 
 class CaptureBuffer:

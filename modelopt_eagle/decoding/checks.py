@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from modelopt_eagle.common.layers import check_layer_ids
 from modelopt_eagle.decoding.requests import Request
 from modelopt_eagle.decoding.supported import check_shape, position_limit
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError
-from modelopt_eagle.target.capture import check_layer_ids
 from modelopt_eagle.target.identity import tokenizer_hash
 from modelopt_eagle.target.model import Target
 

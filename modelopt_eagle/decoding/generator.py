@@ -13,9 +13,10 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.acceptance import prefix_counts
 from modelopt_eagle.decoding.checks import check_lengths, check_pair
 from modelopt_eagle.decoding.cpu_linear import SWITCH, FastLinears
-from modelopt_eagle.decoding.output import GenerationOutput, Timings, prefix_counts
+from modelopt_eagle.decoding.output import GenerationOutput, Timings
 from modelopt_eagle.decoding.requests import Request, StopRule, StreamCallback, end_token_ids, make_requests
 from modelopt_eagle.decoding.rounds import DraftedRounds, PlainRounds, Rounds
 from modelopt_eagle.decoding.target_runner import cache_argument

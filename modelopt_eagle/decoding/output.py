@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from modelopt_eagle.common.acceptance import acceptance_length, count_steps
+
 
 @dataclass
 class Timings:
@@ -54,7 +56,7 @@ class GenerationOutput:
     @property
     def steps(self) -> int:
         """Verification steps, pooled over requests."""
-        return sum(len(lengths) for lengths in self.accepted_lengths)
+        return count_steps(self.accepted_lengths)
 
     @property
     def accepted(self) -> int:
@@ -64,7 +66,7 @@ class GenerationOutput:
     @property
     def acceptance_length(self) -> float:
         """Tokens a verification step gives, ``Σ(1 + n) / steps``, pooled; 1 when there was no step."""
-        return 1.0 + self.accepted / self.steps if self.steps else 1.0
+        return acceptance_length(self.accepted_lengths)
 
     @property
     def new_tokens(self) -> int:
@@ -75,13 +77,3 @@ class GenerationOutput:
     def tokens_per_second(self) -> float:
         """New tokens over wall-clock seconds, prefill included."""
         return self.new_tokens / self.timings.total if self.timings.total > 0 else 0.0
-
-
-def prefix_counts(accepted_lengths: list[list[int]], depth: int) -> list[int]:
-    """``[depth]``: steps that accepted at least 1, 2, … drafted tokens."""
-    counts = [0] * depth
-    for lengths in accepted_lengths:
-        for accepted in lengths:
-            for position in range(min(accepted, depth)):
-                counts[position] += 1
-    return counts

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.common.layers import default_layer_ids
 from modelopt_eagle.draft.base import DraftModule
-from modelopt_eagle.draft.config import DraftConfig, default_aux_layer_ids
+from modelopt_eagle.draft.config import DraftConfig
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.draft.predictions import BatchView, Predictions
 from modelopt_eagle.draft.trees import RoundTree
@@ -168,7 +169,7 @@ class Algorithm:
     probe: Callable[[Any], Tensor]
     structure: Mapping[str, str] = field(default_factory=dict)
     from_target: Callable[[Any, Any], None] | None = None
-    default_layers: Callable[[int], tuple[int, ...]] = default_aux_layer_ids
+    default_layers: Callable[[int], tuple[int, ...]] = default_layer_ids
     layout: Layout | None = None
     trees: bool = True
     shares_context: bool = True

@@ -6,49 +6,9 @@ import difflib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, TargetError
-
-MIN_LAYERS_FOR_DEFAULT = 6
-
-
-def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """The three layers whose outputs a head reads by default: ``1, n//2 - 1, n - 4`` (output of layer k, 0-based).
-
-    Source: EAGLE-3 release and the serving engines' own defaults, which name the same tensors as layer inputs
-    ``2, n//2, n - 3``. At n = 6 the last two would be the same layer, which vLLM captures only once; there the third
-    id is one higher.
-
-    Raises:
-        TargetError: fewer than six layers, where the three would coincide or fall outside.
-    """
-    if num_layers < MIN_LAYERS_FOR_DEFAULT:
-        raise TargetError(
-            f"the default auxiliary layers need a target of at least {MIN_LAYERS_FOR_DEFAULT} layers, this one has "
-            f"{num_layers}: name them yourself with eagle.aux_layer_ids=[...] (output of layer k, 0-based)"
-        )
-    middle = num_layers // 2 - 1
-    return (1, middle, max(num_layers - 4, middle + 1))
-
-
-def check_aux_layer_ids(ids, num_layers: int) -> tuple[int, ...]:
-    """Sort explicit auxiliary layer ids and check them against the target.
-
-    Raises:
-        TargetError: empty, repeated, or outside ``[0, num_layers)``.
-    """
-    ids = tuple(int(i) for i in ids)
-    if not ids:
-        raise TargetError("eagle.aux_layer_ids is empty: a head needs at least one auxiliary layer")
-    if len(set(ids)) != len(ids):
-        raise TargetError(f"eagle.aux_layer_ids names a layer twice: {list(ids)}")
-    outside = [i for i in ids if not 0 <= i < num_layers]
-    if outside:
-        raise TargetError(
-            f"eagle.aux_layer_ids {outside} lie outside the target's layers 0..{num_layers - 1} "
-            "(ids are outputs of layer k, 0-based; an engine's list of layer inputs is one higher)"
-        )
-    return tuple(sorted(ids))
 
 
 @dataclass
@@ -183,7 +143,7 @@ class DraftConfig:
         Args:
             target_config: a transformers configuration; wrappers with a ``text_config`` are looked through.
             draft_vocab_size: Vd, default the target's whole vocabulary.
-            aux_layer_ids: canonical ids, default :func:`default_aux_layer_ids`.
+            aux_layer_ids: canonical ids, default :func:`~modelopt_eagle.common.layers.default_layer_ids`.
             **overrides: any field of this class.
 
         Raises:
@@ -200,7 +160,7 @@ class DraftConfig:
         if missing:
             raise TargetError(f"the target's configuration ({type(text).__name__}) does not say {', '.join(missing)}")
         num_layers = int(text.num_hidden_layers)
-        ids = default_aux_layer_ids(num_layers) if aux_layer_ids is None else check_aux_layer_ids(
+        ids = default_layer_ids(num_layers) if aux_layer_ids is None else check_layer_ids(
             aux_layer_ids, num_layers)  # fmt: skip
         target_hidden = int(text.hidden_size)
         hidden = int(overrides.get("hidden_size") or target_hidden)

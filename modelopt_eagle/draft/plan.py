@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from modelopt_eagle.common.trees import default_tree_nodes, history_size, tree_node_bounds
 from modelopt_eagle.errors import DecodingError
-
-
-def history_size(topk: int, depth: int) -> int:
-    """Candidates that a tree of branching T and depth D scores: ``H = T + T²(D-1)``."""
-    return topk + topk * topk * (depth - 1)
 
 
 @dataclass(frozen=True)
@@ -58,13 +54,13 @@ class DraftPlan:
             raise DecodingError(f"a tree needs topk and depth, {missing} is missing: pass {missing}=... (at least 1)")
         _check_integer("topk", topk, 1)
         _check_integer("depth", depth, 1)
-        largest = 1 + history_size(topk, depth)
+        least, largest = tree_node_bounds(topk, depth)
         if num_nodes is None:
-            num_nodes = min(1 + topk * depth, largest)
+            num_nodes = default_tree_nodes(topk, depth)
         _check_integer("num_nodes", num_nodes, 1)
-        if not depth + 1 <= num_nodes <= largest:
+        if not least <= num_nodes <= largest:
             raise DecodingError(
-                f"num_nodes (N, root included) must lie in [{depth + 1}, {largest}] for topk {topk} and depth {depth} "
+                f"num_nodes (N, root included) must lie in [{least}, {largest}] for topk {topk} and depth {depth} "
                 f"(D+1 and 1+T+T²(D-1)), found {num_nodes}"
             )
         return cls(depth, topk, num_nodes)

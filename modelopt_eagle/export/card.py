@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.export.engines import ENGINES
@@ -48,7 +49,7 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
             entry = entry if isinstance(entry, dict) else {"acceptance_length": entry}
             bounds = entry.get("ci95") or (report.get("per_category_ci95") or {}).get(category)
             shown = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
-            lines.append(f"| {category} | {entry['acceptance_length']:.3f} | {shown} |")
+            lines.append(f"| {category} | {length_text(entry['acceptance_length'])} | {shown} |")
     return lines
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft import DraftConfig, EagleModule, default_aux_layer_ids
+from modelopt_eagle.common.dtypes import dtype_name, parse_dtype
+from modelopt_eagle.common.layers import default_layer_ids
+from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
@@ -23,9 +25,7 @@ from modelopt_eagle.export.universal import (
     FLAGS,
     NESTED_NORMS,
     RECORD,
-    dtype_name,
     file_tensors,
-    parse_dtype,
     universal_config,
 )
 from modelopt_eagle.export.write import ExportReport, export_checkpoint, write_folder
@@ -114,7 +114,7 @@ def eagle_files(
             "SafeAILab's code captures layers that follow from the target's depth: how many layers has the target? "
             "answer with --base-model or --target-layers"
         )
-    usual = default_aux_layer_ids(target_layers)
+    usual = default_layer_ids(target_layers)
     if config.aux_layer_ids != usual:
         raise ExportError(
             f"SafeAILab's code captures the outputs of layers {list(usual)} of a target of {target_layers}, the head "

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids, default_aux_layer_ids
+from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
+from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.decoders import decoder_of
 from modelopt_eagle.errors import CheckpointError, TargetError
 from modelopt_eagle.export.tensors import module_name
@@ -184,10 +185,10 @@ def foreign_ids(config: dict[str, Any], num_aux: int, options: ReadOptions, wher
                 "three follow from it)? answer with --base-model or --target-layers, or name them: --aux-layer-ids "
                 "(output of layer k, 0-based)"
             )
-        ids = default_aux_layer_ids(options.target_layers)
+        ids = default_layer_ids(options.target_layers)
     elif options.target_layers is not None:
         try:
-            ids = check_aux_layer_ids(ids, options.target_layers)
+            ids = check_layer_ids(ids, options.target_layers)
         except TargetError as error:
             raise CheckpointError(f"{where}: {error}") from error
     if len(ids) != num_aux:
@@ -303,19 +304,3 @@ def foreign_config(
         verifier = ((outer.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
         values["target_name"] = verifier
     return DraftConfig.from_dict(values)
-
-
-def parse_ids(text: str | None) -> tuple[int, ...] | None:
-    """``"1,14,26" -> (1, 14, 26)``.
-
-    Raises:
-        CheckpointError: anything else.
-    """
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.replace(" ", ",").split(",") if part)
-    except ValueError as error:
-        raise CheckpointError(
-            f"layer ids must be integers with commas between, such as 1,14,26; found {text!r}"
-        ) from error

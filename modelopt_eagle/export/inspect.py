@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.export.engines import ENGINES
@@ -18,7 +19,7 @@ from modelopt_eagle.export.foreign import ReadOptions, detect_layout
 from modelopt_eagle.export.load import read_config, read_head
 from modelopt_eagle.export.quant_formats import is_quantised, scaled_layers
 from modelopt_eagle.export.tensors import map_kind, module_tensors, read_json, read_tensors
-from modelopt_eagle.export.universal import aux_ids_of, dtype_name
+from modelopt_eagle.export.universal import aux_ids_of
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.dtypes import dtype_name, parse_dtype
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import Algorithm, algorithm_of, config_from_dict, find_algorithm, known_algorithms
 from modelopt_eagle.draft.base import DraftModule
@@ -16,7 +17,7 @@ from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config, with_head_rows
 from modelopt_eagle.export.quant_formats import is_quantised, unpacked, with_packed
 from modelopt_eagle.export.tensors import check_names, module_tensors, read_json, read_tensors, vocab_of
-from modelopt_eagle.export.universal import dtype_name, parse_dtype, parse_universal
+from modelopt_eagle.export.universal import parse_universal
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 
 

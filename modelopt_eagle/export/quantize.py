@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.common.dtypes import parse_dtype
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.eagle3.rollout import rollout
@@ -26,7 +27,7 @@ from modelopt_eagle.export.fitting import table_of, target_identity, with_target
 from modelopt_eagle.export.folders import whole_folder
 from modelopt_eagle.export.quant_formats import BLOCK, FORMATS, QuantizedLinear, engine_config, pack, unpack
 from modelopt_eagle.export.tensors import read_json, read_tensors
-from modelopt_eagle.export.universal import file_tensors, parse_dtype, universal_config
+from modelopt_eagle.export.universal import file_tensors, universal_config
 from modelopt_eagle.export.write import write_folder
 
 EXCLUDED = ["lm_head"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.decoders import DECODERS, decoder_of
 from modelopt_eagle.errors import CheckpointError
@@ -64,25 +65,6 @@ BASES = ("rope_theta", "rotary_emb_base", "rotary_base", "rope_base")
 """Names of the rotary base; engines read the first alone."""
 QWEN3 = ("Eagle3Qwen3ForCausalLM", "qwen3")
 """Architecture and type of a Llama layer with norms of queries and keys."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16 -> "bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """A floating torch dtype by its name.
-
-    Raises:
-        CheckpointError: no such dtype.
-    """
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    dtype = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise CheckpointError(f"dtype {name!r} is unknown; use float32, bfloat16 or float16")
-    return dtype
 
 
 def file_tensors(module: EagleModule, dtype: torch.dtype, layer_names: str = "midlayer") -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from modelopt_eagle.common.dtypes import dtype_name, parse_dtype
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import Layout, algorithm_of
 from modelopt_eagle.draft.base import DraftModule
@@ -31,7 +32,7 @@ from modelopt_eagle.export.fitting import (
 )
 from modelopt_eagle.export.folders import whole_folder
 from modelopt_eagle.export.load import load_draft
-from modelopt_eagle.export.universal import LAYER_NAMES, dtype_name, parse_dtype, universal_files
+from modelopt_eagle.export.universal import LAYER_NAMES, universal_files
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 
 

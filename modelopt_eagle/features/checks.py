@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from modelopt_eagle.common.dtypes import STATE_DTYPES
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, needed_final_positions
 from modelopt_eagle.features.offline import OfflineSource
-
-ALLOWED = {"float32": 0.05, "float16": 0.05, "bfloat16": 0.05, "float8_e4m3": 0.1, "int8": 0.3}
-"""Most that a state may differ (norm over norm, median over a row's positions), by storage dtype. It covers an engine
-that ran in bfloat16; the states of a neighbouring layer or of another token are much further away."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def _check(source: OfflineSource, target, number: int) -> RowCheck:
     if predicting.any():
         chosen = target.logits(output.final_hidden[0][predicting.to(target.device)]).argmax(-1).cpu()  # [p]
         top1 = float((chosen == row.target_top1[predicting]).float().mean())
-    allowed, problem = ALLOWED[source.contract.dtype], None
+    allowed, problem = STATE_DTYPES[source.contract.dtype].recomputed, None
     bad = [a for a, difference in enumerate(aux) if not difference <= allowed]
     if bad:
         found = _nearest_layers(stored, row.input_ids, target)

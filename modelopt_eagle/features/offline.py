@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.dtypes import STATE_DTYPES
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate, predicting_positions
 from modelopt_eagle.features.compute import teacher_predictions
@@ -15,12 +16,6 @@ from modelopt_eagle.features.prefetch import BufferPool, Prefetcher
 from modelopt_eagle.features.source import PlannedSource
 from modelopt_eagle.features.store import StoreReader
 from modelopt_eagle.features.store.codec import served_dtype
-
-_AGREEMENT = {"float32": 0.95, "bfloat16": 0.93, "float16": 0.93, "float8_e4m3": 0.7, "int8": 0.5}
-"""Least share of predicting positions at which stored states must give the stored argmax, by storage dtype."""
-
-_SCALE = {"float32": 0.01, "bfloat16": 0.03, "float16": 0.03, "float8_e4m3": 0.1, "int8": 0.25}
-"""Most that the median log-sum-exp of rebuilt logits may differ, relative; an RMS norm left out shows here first."""
 
 
 class OfflineSource(PlannedSource):
@@ -157,18 +152,19 @@ class OfflineSource(PlannedSource):
             return torch.cat(equal).float().mean().item(), torch.cat(difference).median().item()
 
         kind = self.contract.dtype
+        allowed = STATE_DTYPES[kind]
         share, difference = compare(None)
-        if share >= _AGREEMENT[kind] and difference <= _SCALE[kind]:
+        if share >= allowed.top1 and difference <= allowed.logsumexp:
             return share
         reason = "final_hidden, the target's head or its vocabulary are not those of this target (model or revision)"
         if final_norm is not None:
             normed_share, normed_difference = compare(final_norm)
-            if normed_share >= _AGREEMENT[kind] and normed_difference <= _SCALE[kind]:
+            if normed_share >= allowed.top1 and normed_difference <= allowed.logsumexp:
                 reason = "final_is_normed: the stored final states are pre-norm though the contract says post-norm"
         raise FeatureError(
             f"teacher parity broken: the target's argmax is rebuilt at {share:.1%} of the sampled positions (at least "
-            f"{_AGREEMENT[kind]:.0%} expected for {kind}), its log-sum-exp differs by {difference:.1%} (at most "
-            f"{_SCALE[kind]:.0%}). Broken part of the contract: {reason}"
+            f"{allowed.top1:.0%} expected for {kind}), its log-sum-exp differs by {difference:.1%} (at most "
+            f"{allowed.logsumexp:.0%}). Broken part of the contract: {reason}"
         )
 
     @staticmethod

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from modelopt_eagle.common.dtypes import STATE_DTYPES, dtype_name
 from modelopt_eagle.target.model import TargetOutput
 
 LEAST_TOKENS = 8
@@ -20,9 +21,6 @@ LEAST_TOKENS = 8
 
 PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Cache layers of transformers that hold keys and values of each token and nothing else (no recurrent state)."""
-
-AGREEMENT, AGREEMENT_16_BIT = 1e-3, 5e-2
-"""Most that a state may differ between the two ways, norm over norm, for a float32 target and for one of 16 bits."""
 
 
 class CommonPrefix:
@@ -132,6 +130,6 @@ def _same(target, prefix: CommonPrefix, rows: Sequence, aux_layer_ids: Sequence[
 
 def _agree(plain: torch.Tensor, parts: Sequence[torch.Tensor], width: int) -> bool:
     """Whether states [s, groups*width] and those in parts are the same but for rounding, everywhere."""
-    tolerance = AGREEMENT if plain.dtype == torch.float32 else AGREEMENT_16_BIT
+    tolerance = STATE_DTYPES[dtype_name(plain.dtype)].computed
     plain, shared = (x.float().unflatten(-1, (-1, width)) for x in (plain, torch.cat(list(parts))))  # [s,groups,width]
     return bool(((shared - plain).norm(dim=-1) <= tolerance * plain.norm(dim=-1)).all())

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import (
     FeatureBatch,
@@ -121,10 +122,6 @@ class SelectedSource(PlannedSource):
         return self._source._make_batches([[self._numbers[i] for i in indices] for indices in plan])
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def rows_of(dataset) -> list:
     """The rows of a ``TokenizedDataset`` or list; FeatureError if there are none."""
     rows = list(getattr(dataset, "rows", dataset))
@@ -146,7 +143,7 @@ class OnlineSource(PlannedSource):
         self.target = target
         self.rows = rows_of(dataset)
         self.lengths = [len(row.input_ids) for row in self.rows]
-        self.contract = FeatureContract.from_target(target, aux_layer_ids, dtype=_name(target.dtype))
+        self.contract = FeatureContract.from_target(target, aux_layer_ids, dtype=dtype_name(target.dtype))
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         rows = compute_features(self.target, [self.rows[i] for i in indices], self.contract.aux_layer_ids)
@@ -168,7 +165,7 @@ class MemorySource(PlannedSource):
     def __init__(self, contract: FeatureContract, rows: Sequence[FeatureRow], dtype: torch.dtype = torch.float32):
         if not rows:
             raise FeatureError("no rows to hold: at least one is needed")
-        self.contract = replace(contract, dtype=_name(dtype))
+        self.contract = replace(contract, dtype=dtype_name(dtype))
         self._rows = [_hold(row, dtype) for row in rows]
         self.lengths = [len(row) for row in rows]
 
@@ -195,7 +192,7 @@ class MemorySource(PlannedSource):
         contract = FeatureContract.from_target(target, aux_layer_ids)
         total, done = sum(len(row.input_ids) for row in rows), 0
         source = cls.__new__(cls)
-        source.contract = replace(contract, dtype=_name(dtype))
+        source.contract = replace(contract, dtype=dtype_name(dtype))
         source.lengths = [len(row.input_ids) for row in rows]
         held = {}
         for index, row in compute_rows(target, rows, contract.aux_layer_ids, batch_tokens):

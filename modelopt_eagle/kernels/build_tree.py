@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.trees import tree_node_bounds
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels.dispatch import (
     TritonKernel,
@@ -159,11 +160,11 @@ def history_depth(history: int, topk: int) -> int:
 
 def check_num_nodes(num_nodes: int, topk: int, depth: int) -> None:
     """Raise DecodingError unless D+1 <= N <= 1+H; the message gives the bounds."""
-    history = topk + topk * topk * (depth - 1)
+    least, most = tree_node_bounds(topk, depth)
     require(
-        depth + 1 <= num_nodes <= 1 + history,
+        least <= num_nodes <= most,
         lambda: (
-            f"num_nodes must lie in [D+1, 1+T+T*T*(D-1)] = [{depth + 1}, {1 + history}] for topk={topk} and "
+            f"num_nodes must lie in [D+1, 1+T+T*T*(D-1)] = [{least}, {most}] for topk={topk} and "
             f"depth={depth} (the root is counted), found {num_nodes}"
         ),
     )

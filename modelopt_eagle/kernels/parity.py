@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle import kernels
+from modelopt_eagle.common.trees import history_size
 from modelopt_eagle.errors import EagleError
 from modelopt_eagle.kernels.build_tree import DraftTree
 from modelopt_eagle.kernels.verify_greedy import Accepted
@@ -79,7 +80,7 @@ class Cases:
             if level + 1 < depth:
                 best = kernels.select_nodes(scores, topk, backend="reference").long()  # [B,T]
                 base = scores.gather(1, best)
-                parents.append(best + (0 if level == 0 else topk + topk * topk * (level - 1)))
+                parents.append(best + (0 if level == 0 else history_size(topk, level)))
         scores = torch.cat(layers, dim=1)  # [B,H]
         tokens = torch.arange(scores.shape[1]).expand(batch, -1) + self.choose.randrange(5)  # siblings differ
         dtype = self.choose.choice([torch.int32, torch.int64])
@@ -91,7 +92,7 @@ class Cases:
         topk, depth = self.choose.choice([1, 2, 3, 4, 8]), self.choose.choice([1, 2, 3, 5])
         if self.choose.random() < 0.05:
             batch, topk, depth = 1, 12, 9  # 1164 entries, more than 1024 nodes possible
-        history = topk + topk * topk * (depth - 1)
+        history = history_size(topk, depth)
         limits = [n for n in (33, 64, 65, 130, 1025) if depth + 1 <= n <= 1 + history]
         nodes = self.choose.choice([*limits, self.choose.randint(depth + 1, 1 + history), 1 + history])
         return batch, topk, depth, nodes

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
+from modelopt_eagle.common.trees import tree_node_bounds
+
 
 def need(condition: object, message: str) -> None:
     """Raise ``ValueError(message)`` unless the condition holds (pydantic turns it into a validation error)."""
     if not condition:
         raise ValueError(message)
-
-
-def tree_node_bounds(topk: int, depth: int) -> tuple[int, int]:
-    """The fewest and the most nodes, root included, of a tree with branching factor T and depth D.
-
-    At least one node a layer beside the root, ``D+1``; at most the whole history, ``1 + T + T²(D-1)``.
-    """
-    return depth + 1, 1 + topk + topk * topk * (depth - 1)
-
-
-def default_tree_nodes(topk: int, depth: int) -> int:
-    """T·D drafted nodes and the root, or the largest tree where that is less (T = 1 is the chain)."""
-    return min(topk * depth + 1, tree_node_bounds(topk, depth)[1])
 
 
 def check_tree_shape(mode: str, topk: int | None, depth: int | None, num_nodes: int | None) -> None:

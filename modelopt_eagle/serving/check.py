@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from modelopt_eagle.common.acceptance import length_of_shares, shares_of_counts
 from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines import ENGINES
@@ -125,7 +126,7 @@ def compare_texts(
 def per_position(counts: list[int], drafts: int, steps: int) -> list[float]:
     """``[steps]`` shares of drafts that accepted at least 1, 2, … tokens."""
     counts = list(counts)[:steps] + [0] * (steps - len(counts))
-    return [count / drafts if drafts else 0.0 for count in counts]
+    return shares_of_counts(counts, drafts)
 
 
 def encode_prompts(
@@ -282,9 +283,9 @@ class ServingCheck:
             prompts=len(self.prompts),
             new_tokens=sum(map(len, texts)),
             drafts=drafted["drafts"],
-            acceptance_length=1.0 + sum(theirs),
+            acceptance_length=length_of_shares(theirs, drafted["drafts"]),
             per_position=theirs,
-            our_acceptance_length=1.0 + sum(ours),
+            our_acceptance_length=length_of_shares(ours, our_drafts),
             our_per_position=ours,
             our_drafts=our_drafts,
             seconds_plain=plain["seconds"],

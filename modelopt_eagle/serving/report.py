@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.export.engines import ENGINES
 
 TELLING = 0.05
@@ -44,7 +45,8 @@ class ServingReport:
         passed: no ``failures``.
         engine, engine_version, prompts, new_tokens: what was run.
         drafts: verification steps that the engine counted.
-        acceptance_length, per_position: the engine's (accepted at least that many drafted tokens, per draft).
+        acceptance_length, per_position: the engine's (accepted at least that many drafted tokens, per draft);
+            ``None`` and 0 without a draft.
         our_acceptance_length, our_per_position, our_drafts: of this toolkit's generator on the same prompts.
         divergences: where texts part, ties among them.
         seconds_plain, seconds_drafted, speedup: the engine's decoding time without and with the head.
@@ -57,9 +59,9 @@ class ServingReport:
     prompts: int
     new_tokens: int
     drafts: int
-    acceptance_length: float
+    acceptance_length: float | None
     per_position: list[float]
-    our_acceptance_length: float
+    our_acceptance_length: float | None
     our_per_position: list[float]
     our_drafts: int
     seconds_plain: float
@@ -78,9 +80,9 @@ class ServingReport:
         positions = range(1, len(self.our_per_position) + 1)
         rows = [
             ["", "acceptance length", *(f"position {p}" for p in positions), "drafts"],
-            [f"{self.engine} {self.engine_version}", f"{self.acceptance_length:.3f}",
+            [f"{self.engine} {self.engine_version}", length_text(self.acceptance_length),
              *(f"{p:.3f}" for p in self.per_position), str(self.drafts)],
-            ["this toolkit", f"{self.our_acceptance_length:.3f}", *(f"{p:.3f}" for p in self.our_per_position),
+            ["this toolkit", length_text(self.our_acceptance_length), *(f"{p:.3f}" for p in self.our_per_position),
              str(self.our_drafts)],
         ]  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -1,6 +1,6 @@
 """Frozen targets: loading them, finding their parts, taking features out of them."""
 
-from modelopt_eagle.target.capture import LayerCapture, check_layer_ids, default_layer_ids
+from modelopt_eagle.target.capture import LayerCapture
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.like import RunningTarget, TableTarget
@@ -17,8 +17,6 @@ __all__ = [
     "TargetIdentity",
     "TargetOutput",
     "TargetTables",
-    "check_layer_ids",
-    "default_layer_ids",
     "load_target",
     "load_target_tables",
 ]

@@ -132,37 +132,3 @@ def _input_hook(hook):
         hook(module, arguments, arguments[0] if arguments else named.get("hidden_states"))
 
     return before
-
-
-def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return layer ids ascending, after checking that they are distinct and in range (0-based outputs).
-
-    Raises:
-        TargetError: empty, repeated, or outside ``0 .. num_layers - 1``.
-    """
-    ids = tuple(sorted(int(i) for i in layer_ids))
-    outside = [i for i in ids if not 0 <= i < num_layers]
-    if not ids or outside or len(set(ids)) != len(ids):
-        raise TargetError(
-            f"expected distinct layer ids from 0 to {num_layers - 1} (output of layer k, 0-based), found "
-            f"{list(layer_ids)}; set eagle.aux_layer_ids"
-        )
-    return ids
-
-
-def default_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's layers ``(1, n//2 - 1, n - 4)``: low, middle, high.
-
-    Of 6 layers, where the formula gives one layer twice, they are 1, 2 and 3.
-
-    Raises:
-        TargetError: fewer than 6 layers.
-    """
-    if num_layers < 6:
-        raise TargetError(
-            f"the default auxiliary layers need a target of at least 6 layers, found {num_layers}; "
-            f"set eagle.aux_layer_ids, for example [{', '.join(str(i) for i in range(min(3, num_layers)))}]"
-        )
-    if num_layers == 6:
-        return (1, 2, 3)
-    return (1, num_layers // 2 - 1, num_layers - 4)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from modelopt_eagle.common.console import line_handler
+from modelopt_eagle.common.dtypes import MODEL_DTYPES
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
@@ -20,7 +21,7 @@ from modelopt_eagle.target.model import Target
 from modelopt_eagle.target.stops import read_generation_config
 from modelopt_eagle.target.vision import vision_of
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+_DTYPES = {**MODEL_DTYPES, "auto": "auto"}
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.common.dtypes import logit_tolerance
+from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import identity
-from modelopt_eagle.target.capture import LayerCapture, check_layer_ids, default_layer_ids
+from modelopt_eagle.target.capture import LayerCapture
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.parts import find_parts
@@ -101,7 +103,7 @@ class Target:
         return find_end_token_ids(self.tokenizer, generation, self.model.config, self.config)
 
     def default_aux_layer_ids(self) -> tuple[int, ...]:
-        """EAGLE-3's three layers of this target; see ``capture.default_layer_ids``. TargetError below 6 layers."""
+        """EAGLE-3's three layers of this target; TargetError below 6 layers. See ``common/layers.py``."""
         return default_layer_ids(self.num_layers)
 
     def capture(
@@ -210,7 +212,7 @@ class Target:
         own = self.model(input_ids=input_ids, use_cache=False).logits.float()  # [B,S,V]
         layer = [self.num_layers - 1]
         rebuilt = self.logits(self.features(input_ids, None, layer).final_hidden).to(own.device).float()  # [B,S,V]
-        tolerance = (1e-4 if self.lm_head_weight.dtype == torch.float32 else 3e-2) * float(own.abs().max())
+        tolerance = logit_tolerance(self.lm_head_weight.dtype) * float(own.abs().max())
         chosen = rebuilt.argmax(-1, keepdim=True)  # [B,S,1]
         behind = own.max(-1).values - own.gather(-1, chosen).squeeze(-1)  # [B,S] what the choice costs in own logits
         wrong = behind > tolerance

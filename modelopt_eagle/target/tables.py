@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.common.dtypes import MODEL_DTYPES
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import identity
 from modelopt_eagle.target.checkpoint_files import CheckpointFiles, content_revision
@@ -19,7 +20,7 @@ from modelopt_eagle.target.parts import TargetParts, find_parts
 from modelopt_eagle.target.stops import find_end_token_ids, read_generation_config
 from modelopt_eagle.target.vision import VisionProcessor, vision_of
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
+_DTYPES = {**MODEL_DTYPES, "auto": None}
 
 
 @dataclass(frozen=True)

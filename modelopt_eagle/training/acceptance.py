@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.acceptance import count_steps, length_text, pooled_length, prefix_shares
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.base import DraftModule
@@ -40,23 +41,27 @@ class WalkResult:
     @property
     def steps(self) -> int:
         """Verification steps in all."""
-        return sum(map(len, self.accepted))
+        return count_steps(self.accepted)
 
     @property
     def acceptance_length(self) -> float:
-        """Σ(1 + n) / steps over all answers (not a mean of means); 0 when nothing was walked."""
-        return sum(1 + n for row in self.accepted for n in row) / self.steps if self.steps else 0.0
+        """Σ(1 + n) / steps over all answers (not a mean of means); 0 when nothing was walked, so that it is no best."""
+        return pooled_length(self.accepted) or 0.0
 
     @property
     def per_position(self) -> list[float]:
         """``[K]`` share of steps in which position k was accepted together with all before it."""
-        flat = [n for row in self.accepted for n in row]
-        return [sum(n > k for n in flat) / len(flat) if flat else 0.0 for k in range(self.num_steps)]
+        return prefix_shares(self.accepted, self.num_steps)
+
+    @property
+    def text(self) -> str:
+        """The acceptance length as people read it; ``none`` when nothing was walked."""
+        return length_text(pooled_length(self.accepted))
 
     def numbers(self) -> dict:
-        """``acceptance_length, per_position, walked`` (steps) as plain values."""
+        """``acceptance_length`` (``None`` if nothing was walked), ``per_position`` and ``walked`` (steps), plain."""
         return {
-            "acceptance_length": self.acceptance_length,
+            "acceptance_length": pooled_length(self.accepted),
             "per_position": self.per_position,
             "walked": self.steps,
         }

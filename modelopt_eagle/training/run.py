@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.layers import check_layer_ids
 from modelopt_eagle.common.package import require_extra
-from modelopt_eagle.draft import DraftConfig, check_aux_layer_ids
+from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import RecipeError, TrainingError
@@ -223,7 +224,7 @@ def layer_ids(recipe: Recipe, config, head: DraftModule | None = None) -> tuple[
     layers = config.num_hidden_layers
     if wanted is None:
         return find_algorithm(recipe.drafter.algorithm).default_layers(layers)
-    return check_aux_layer_ids(wanted, layers)
+    return check_layer_ids(wanted, layers)
 
 
 def parity_sample(target, length: int = 32) -> torch.Tensor:

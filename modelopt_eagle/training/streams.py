@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource, SelectedSource, StreamedSource
@@ -38,7 +39,7 @@ def from_servers_or_filled_store(
     contract = FeatureContract.from_identity(target.identity(), aux_layer_ids, "bfloat16")
     header = dataset.header().splitlines()
     if recipe.data.asks_servers:
-        urls = [url.strip() for url in recipe.data.streaming_server_url.split(",")]
+        urls = split_list(recipe.data.streaming_server_url)
         token = os.environ.get(TOKEN_VARIABLE)
         transport = recipe.data.streaming_transport
         source = StreamedSource(urls, dataset, target, contract.aux_layer_ids, token=token, transport=transport)

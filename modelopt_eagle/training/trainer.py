@@ -347,11 +347,11 @@ class Trainer:
         self.state.evaluations.append(entry)
         shares = " ".join(f"{share:.2f}" for share in walk.per_position)
         self.view.say(
-            f"step {step}: acceptance length {length:.3f} on {len(walk.accepted)} held-out answers (per position "
+            f"step {step}: acceptance length {walk.text} on {len(walk.accepted)} held-out answers (per position "
             f"{shares}), {clock(time.monotonic() - begun)}"
         )
         for name, part in by_file.items():
-            self.view.say(f"  {part.acceptance_length:.3f} on {len(part.accepted)} answers of {name}")
+            self.view.say(f"  {part.text} on {len(part.accepted)} answers of {name}")
         scalars = {f"eval/acceptance_length/{name.lstrip('/')}": w.acceptance_length for name, w in by_file.items()}
         self.log.write(step, {"eval/acceptance_length": length, **scalars})
         better = self.state.best_value is None or length > self.state.best_value

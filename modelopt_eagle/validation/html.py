@@ -6,6 +6,7 @@ import base64
 import io
 from pathlib import Path
 
+from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.validation.report import AcceptanceReport, speed_line
@@ -37,7 +38,7 @@ over {{ report.steps }} steps of {{ report.prompts }} prompts.</p>
 <table><thead><tr><th>category</th><th>prompts</th><th>steps</th><th>acceptance length</th></tr></thead><tbody>
 {% for name, value in report.per_category.items() %}
 <tr><td>{{ name }}</td><td>{{ report.counts[name][0] }}</td><td>{{ report.counts[name][1] }}</td>
-<td>{{ "%.3f"|format(value) }}</td></tr>
+<td>{{ length_text(value) }}</td></tr>
 {% endfor %}</tbody></table>
 <h2>By {{ place }}</h2>
 <p>Share of steps in which a {{ place }} was accepted with all before it.</p>
@@ -69,15 +70,15 @@ def write_html(report: AcceptanceReport, path: str | Path) -> Path:
     jinja2 = require_extra("jinja2", "report")
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
     low, high = report.ci95
+    measured = {name: length for name, length in report.per_category.items() if length is not None}
     place, speed = "depth" if report.plan.is_tree else "position", report.speed
     text = page.render(
         report=report,
         place=place,
         speed=speed_line(speed) if speed is not None else "",
         plan_name=plan_name,
-        categories_plot=_bars(
-            list(report.per_category), list(report.per_category.values()), "tokens a step", (low, high)
-        ),
+        length_text=length_text,
+        categories_plot=_bars(list(measured), list(measured.values()), "tokens a step", (low, high)),
         positions_plot=_bars(
             [str(k + 1) for k in range(len(report.per_position))], report.per_position, "share of steps", None
         ),

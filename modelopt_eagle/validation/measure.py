@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from modelopt_eagle.common.acceptance import acceptance_length, bootstrap_interval, prefix_shares
+from modelopt_eagle.common.acceptance import bootstrap_interval, pooled_length, prefix_shares
 from modelopt_eagle.common.package import package_commit
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.data.prompts import as_prompts
@@ -60,7 +60,7 @@ def measure_acceptance(
         :class:`AcceptanceReport`.
 
     Raises:
-        DataError: no prompts, none that fits, or no chat template.
+        DataError: no prompts, none that fits, no answer of more than a token, or no chat template.
         DecodingError: options or models that do not fit together.
     """
     prompts = as_prompts(prompts)
@@ -82,13 +82,19 @@ def measure_acceptance(
     categories: dict[str, list[list[int]]] = {}
     for dialogue in answered:
         categories.setdefault(dialogue.prompt.category, []).append(dialogue.accepted)
+    length = pooled_length(accepted)
+    if length is None:
+        raise DataError(
+            f"no draft was verified: each of {len(answered)} answers ended with its first token; raise max_new_tokens "
+            f"(it is {max_new_tokens}), or look at the prompts"
+        )
     speed = time_generators([generator], prompts, speedup_prompts, max_new_tokens)
     return AcceptanceReport(
-        acceptance_length=acceptance_length(accepted),
+        acceptance_length=length,
         ci95=bootstrap_interval(accepted, seed),
         per_position=prefix_shares(accepted, generator.plan.depth),
-        per_category={name: acceptance_length(rows) for name, rows in categories.items()},
-        per_category_ci95={name: bootstrap_interval(rows, seed) for name, rows in categories.items()},
+        per_category={name: pooled_length(rows) for name, rows in categories.items()},
+        per_category_ci95={name: bootstrap_interval(rows, seed) for name, rows in categories.items() if any(rows)},
         speedup=speed[0].speedup if speed else None,
         steps=sum(map(len, accepted)),
         prompts=len(answered),

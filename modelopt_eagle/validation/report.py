@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.decoding import DraftPlan
 from modelopt_eagle.validation.speed import Speed
@@ -32,7 +33,7 @@ class AcceptanceReport:
         acceptance_length: tokens a verification step gives, pooled over all steps.
         ci95: its 95 % interval, by bootstrap over prompts.
         per_position: ``[K or D]`` share of steps in which position k was accepted with all before it.
-        per_category: acceptance length of each category, pooled within it.
+        per_category: acceptance length of each category, pooled within it; ``None`` for one without a step.
         speedup: over plain decoding in this run; ``None``: not measured.
         steps: verification steps.
         prompts: prompts that were answered.
@@ -50,7 +51,7 @@ class AcceptanceReport:
     acceptance_length: float
     ci95: tuple[float, float]
     per_position: list[float]
-    per_category: dict[str, float]
+    per_category: dict[str, float | None]
     speedup: float | None
     steps: int
     prompts: int
@@ -90,7 +91,7 @@ class AcceptanceReport:
             prompts, steps = self.counts.get(category, ("", ""))
             bounds = self.per_category_ci95.get(category)
             shown = f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""
-            rows.append((category, str(prompts), str(steps), f"{value:.3f}{shown}"))
+            rows.append((category, str(prompts), str(steps), f"{length_text(value)}{shown}"))
         low, high = self.ci95
         rows.append(
             ("all", str(self.prompts), str(self.steps), f"{self.acceptance_length:.3f} [{low:.3f}, {high:.3f}]")

@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 
 import modelopt_eagle
+from modelopt_eagle.common.trees import default_tree_nodes, tree_node_bounds
 from modelopt_eagle.draft.eagle3.algorithm import STRUCTURE
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_recipe
-from modelopt_eagle.recipe.bounds import default_tree_nodes, tree_node_bounds
 
 
 @pytest.mark.parametrize(

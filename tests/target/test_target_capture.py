@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
 from modelopt_eagle.errors import TargetError
-from modelopt_eagle.target import LayerCapture, check_layer_ids, default_layer_ids
+from modelopt_eagle.target import LayerCapture
 
 WIDTH = 4
 
@@ -136,9 +137,7 @@ def test_layer_ids_are_sorted_and_checked():
 
 @pytest.mark.parametrize(("layers", "expected"), [(6, (1, 2, 3)), (7, (1, 2, 3)), (8, (1, 3, 4)), (30, (1, 14, 26))])
 def test_default_layer_ids(layers, expected):
-    from modelopt_eagle.draft.config import default_aux_layer_ids
-
-    assert default_layer_ids(layers) == expected == default_aux_layer_ids(layers)
+    assert default_layer_ids(layers) == expected
 
 
 def test_no_default_below_six_layers():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.common.trees import history_size
 from modelopt_eagle.draft.cache import DraftCache
 from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
@@ -238,7 +239,7 @@ class DraftLoop(RoundLoop):
                 break
             best, order = stable_topk(value, topk)  # [B,T] ties by flat id
             node, origin = token.gather(1, order), order // topk  # [B,T] token, and survivor it grew from
-            flat = topk + topk * topk * (layer - 1) + order
+            flat = history_size(topk, layer) + order
             carried = self.module.next_state(output)  # [B,T,H]
             state = carried.gather(1, origin[..., None].expand_as(carried))
             above = sees.gather(1, origin[..., None].expand_as(sees))  # [B,T,layer*T]

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
+from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import Mailbox
 from modelopt_eagle.features.stream.message import MESSAGE_VERSION, FeatureMessage
@@ -132,7 +133,7 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
             "aux_layer_ids": [i - 1 for i in self._layer_ids[:-1]],
             "final_is_normed": False,
             "hidden_size": model.get_hidden_size(),
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(model.dtype),
             "max_length": model.max_model_len,
         }
 

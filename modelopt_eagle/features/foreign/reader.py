@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.dtypes import MODEL_DTYPES, dtype_name
+from modelopt_eagle.common.layers import check_layer_ids
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow, predicting_positions
 from modelopt_eagle.features.foreign.files import FORMATS, ForeignFile, arrow_masks, find_format, row_name
 from modelopt_eagle.features.store.manifest import is_store
 from modelopt_eagle.features.store.reader import StoreReader
-from modelopt_eagle.target.capture import check_layer_ids
 from modelopt_eagle.target.identity import TargetIdentity
 
 
@@ -36,9 +37,6 @@ RECIPE_KEYS = Answers(
 WORSE_NATS = 2.0
 """Text that a target reads this much better, a token, after the other reading of the norm says that it was the right
 one. (SmolLM2 on its own text: 0.4 nats when right, 10 with the norm twice, 300 with none.)"""
-
-
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class ForeignTokens:
@@ -142,7 +140,7 @@ class ForeignReader(ForeignTokens):
         self._ask(first, aux_layer_ids, final_is_normed)
         check_layer_ids(aux_layer_ids, identity.num_layers)
         normed = first.final_is_normed if final_is_normed is None else final_is_normed
-        dtype = str(first.aux_hidden.dtype).removeprefix("torch.")
+        dtype = dtype_name(first.aux_hidden.dtype)
         self.contract = replace(
             FeatureContract.from_identity(identity, aux_layer_ids, dtype), final_is_normed=normed
         )  # its ids ascend
@@ -221,7 +219,7 @@ class ForeignReader(ForeignTokens):
                 f"{path} does not say whether its final states are normed, unlike the folder's first file: give "
                 f"{self._answers.final_states}"
             )
-        if odd := {raw.aux_hidden.dtype, raw.final_hidden.dtype} - _DTYPES:
+        if odd := {raw.aux_hidden.dtype, raw.final_hidden.dtype} - {*MODEL_DTYPES.values()}:
             raise FeatureError(f"{path}: states are {odd.pop()}; float32, bfloat16 or float16 expected")
         ids, mask = self._tokens[number]
         row = FeatureRow(self.row_ids[number], "", ids.long(), mask, raw.aux_hidden, raw.final_hidden)

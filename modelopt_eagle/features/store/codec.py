@@ -31,16 +31,12 @@ from collections.abc import Sequence
 
 import torch
 
+from modelopt_eagle.common.dtypes import STATE_DTYPES
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow, needed_final_positions, predicting_positions
 from modelopt_eagle.features.store.sharing import segments
 
-STORAGE_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
+STORAGE_DTYPES = {name: kind.torch for name, kind in STATE_DTYPES.items() if kind.stored}
 _LARGEST = {"float8_e4m3": 448.0, "int8": 127.0}
 AUX_TENSORS = ("aux_hidden", "aux_scale")
 

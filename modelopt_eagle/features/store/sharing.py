@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from modelopt_eagle.common.dtypes import STATE_DTYPES
+
 BLOCK = 8
 """Tokens by which prefixes are looked up; a shorter common prefix is stored again."""
-
-AGREEMENT = {"float32": 1e-3, "bfloat16": 3e-2, "float8_e4m3": 5e-2, "int8": 5e-2}
-"""Most that two computations of a prefix may differ (norm of the difference over the norm, at every position and
-layer), by storage dtype. A target that looks ahead of a token is off by far more, and its rows share nothing."""
 
 
 class PrefixIndex:
@@ -75,6 +73,8 @@ def segments(
 def agreeing(ours: torch.Tensor, theirs: torch.Tensor, groups: int, dtype: str) -> int:
     """Positions from the first on at which two computations of the same states agree.
 
+    A target that looks ahead of a token is off by far more than the tolerance, and its rows share nothing.
+
     Args:
         ours, theirs: [n, groups*width] floating.
         groups: layers side by side.
@@ -82,6 +82,6 @@ def agreeing(ours: torch.Tensor, theirs: torch.Tensor, groups: int, dtype: str) 
     """
     theirs = theirs.float().unflatten(-1, (groups, -1))  # [n,groups,width]
     difference = (ours.float().unflatten(-1, (groups, -1)) - theirs).norm(dim=-1)  # [n,groups]
-    apart = (difference > AGREEMENT[dtype] * theirs.norm(dim=-1)).any(-1)  # [n]
+    apart = (difference > STATE_DTYPES[dtype].same * theirs.norm(dim=-1)).any(-1)  # [n]
     found = apart.nonzero()
     return int(found[0]) if len(found) else len(apart)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
+from modelopt_eagle.common.dtypes import MODEL_DTYPES, dtype_name
 from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import StreamError
 
 MESSAGE_VERSION = 1
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FIELDS = {
     "version": int,
     "request": str,
@@ -70,7 +70,7 @@ def encode(message: FeatureMessage) -> tuple[dict, bytes]:
         "aux_layer_ids": message.aux_layer_ids,
         "final_is_normed": message.final_is_normed,
         "shape": list(states.shape),
-        "dtype": str(states.dtype).removeprefix("torch."),
+        "dtype": dtype_name(states.dtype),
         "bytes": len(payload),
         "checksum": checksum(payload),
         "server": message.server,
@@ -116,9 +116,9 @@ def check_header(header: dict, where: str) -> torch.dtype:
     for name in ("token_ids", "aux_layer_ids"):
         if not all(type(value) is int for value in header[name]):
             raise StreamError(f"{where} sent a malformed message: {name} must be integers")
-    shape, dtype = header["shape"], _DTYPES.get(header["dtype"])
+    shape, dtype = header["shape"], MODEL_DTYPES.get(header["dtype"])
     if dtype is None:
-        raise StreamError(f"{where} sent dtype {header['dtype']!r}; one of {', '.join(_DTYPES)} expected")
+        raise StreamError(f"{where} sent dtype {header['dtype']!r}; one of {', '.join(MODEL_DTYPES)} expected")
     wanted = [len(header["token_ids"]), len(header["aux_layer_ids"]) + 1]
     if len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape) or shape[:2] != wanted:
         raise StreamError(

@@ -9,6 +9,7 @@ import threading
 
 import torch
 
+from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.batch import FeatureContract
 from modelopt_eagle.features.engines.vllm import window
@@ -56,7 +57,7 @@ class TargetServer:
             "message_version": MESSAGE_VERSION,
             "aux_layer_ids": list(self._layers),
             "final_is_normed": True,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             "max_length": self.max_length,
         }
         self._http: JsonServer | None = None

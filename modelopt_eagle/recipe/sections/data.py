@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.sections.base import Positive, Section
 
@@ -98,10 +99,10 @@ class DataSection(Section):
     @field_validator("streaming_server_url")
     @classmethod
     def _urls_are_http(cls, value: str | None) -> str | None:
-        for url in value.split(",") if value is not None else []:
+        for url in split_list(value) if value is not None else []:
             need(
-                re.match(r"https?://[^/\s]+", url.strip()),
-                f"expected http://HOST:PORT (several: comma-separated), found {url.strip()!r}",
+                re.match(r"https?://[^/\s]+", url),
+                f"expected http://HOST:PORT (several: comma-separated), found {url!r}",
             )
         return value
 

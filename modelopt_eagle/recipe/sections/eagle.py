@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.sections.base import LayerId, Positive, Section, Share
 
@@ -85,7 +86,7 @@ class EagleSection(Section):
     @field_validator("aux_layer_ids", mode="before")
     @classmethod
     def _ids_may_be_written_with_commas(cls, value: Any) -> Any:
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        return split_list(value) if isinstance(value, str) else value
 
     @field_validator("aux_layer_ids")
     @classmethod

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.sections.base import LayerId, PositiveFloat, Section, Share
 
@@ -44,7 +45,7 @@ class TargetLoraSection(Section):
     @field_validator("target_modules", mode="before")
     @classmethod
     def _modules_may_be_written_with_commas(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        return split_list(value) if isinstance(value, str) else value
 
     @field_validator("target_modules")
     @classmethod

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from modelopt_eagle.recipe.bounds import check_tree_shape, default_tree_nodes, need
+from modelopt_eagle.common.trees import default_tree_nodes
+from modelopt_eagle.recipe.bounds import check_tree_shape, need
 from modelopt_eagle.recipe.sections.base import Positive, Section
 
 
