@@ -149,5 +149,10 @@ def file_lock(path: str | Path, wait: bool = True) -> FileLock:
 
     Returns:
         The lock; taking it raises ``OSError`` if the file cannot be made.
+
+    Raises:
+        OSError: the lock file is a link, which would make or lock a file elsewhere.
     """
+    if Path(path).is_symlink():
+        raise OSError(errno.ELOOP, "the lock file is a link", str(path))
     return FileLock(path, timeout=-1 if wait else 0, thread_local=False, poll_interval=0.01)

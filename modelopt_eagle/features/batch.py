@@ -20,6 +20,36 @@ READABLE_VERSIONS = (1, 2)
 _REMEDY = "make the features again with this recipe, or point the recipe at what made them"
 
 
+def _is_text(value) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_size(value) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+_FIELD_KINDS = {
+    "model": _is_text,
+    "revision": _is_text_or_none,
+    "aux_layer_ids": lambda value: (
+        isinstance(value, (list, tuple))
+        and all(type(i) is int and 0 <= i < 2**31 for i in value)
+        and len(set(value)) == len(value) > 0
+    ),
+    "final_is_normed": lambda value: isinstance(value, bool),
+    "dtype": lambda value: value in ("float32", "bfloat16", "float16", "float8_e4m3", "int8"),
+    "tokenizer_hash": _is_text_or_none,
+    "template_hash": _is_text_or_none,
+    "hidden_size": _is_size,
+    "vocab_size": _is_size,
+}
+"""What a contract's fields may hold that somebody else has written."""
+
+
 @dataclass(frozen=True)
 class FeatureContract:
     """How features were made; whoever makes them states it, whoever reads them checks it.
@@ -85,6 +115,8 @@ class FeatureContract:
         Raises:
             FeatureError: an unknown or missing field, or a newer format version.
         """
+        if not isinstance(values, dict):
+            raise FeatureError(f"a contract with named fields expected, {type(values).__name__} found")
         version = values.get("format_version")
         if version not in READABLE_VERSIONS:
             known = " and ".join(map(str, READABLE_VERSIONS))
@@ -101,6 +133,9 @@ class FeatureContract:
             raise FeatureError(
                 f"contract fields {missing} are missing; a version {FORMAT_VERSION} contract has {sorted(names)}"
             )
+        for name, fits in _FIELD_KINDS.items():
+            if not fits(values[name]):
+                raise FeatureError(f"contract field {name} holds {values[name]!r}, which is not of its kind")
         return cls(**values)
 
     def to_dict(self) -> dict:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import Timeout
-
 from modelopt_eagle.common.files import file_lock
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
@@ -18,6 +16,7 @@ from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource, rows_of
 from modelopt_eagle.features.store import SHARD_BYTES, StoreReader, StoreWriter, dataset_hash
 from modelopt_eagle.features.store.codec import decode_row, encode_row, join_rows
+from modelopt_eagle.features.store.files import refuse_other_workers
 
 MUTEX = ".claims-lock"
 WAIT_FOR_OTHERS = 60.0
@@ -42,6 +41,7 @@ class Claims:
         self._others = {path: 0 for path in paths if path != self._mine}  # bytes read of each
         self._taken: set[int] = set()
         self._ours: set[int] = set()
+        self._mine.unlink(missing_ok=True)  # a link under this name is not written through
         self._mine.write_bytes(b"")
         barrier()  # nobody reads what an earlier run has claimed
 
@@ -59,25 +59,6 @@ class Claims:
                 file.write(array("q", new).tobytes())
         self._ours.update(new)
         return self._ours.intersection(rows)
-
-
-def refuse_other_fillers(folder: Path, world_size: int) -> None:
-    """A store is filled by one run at a time: look for workers of another count.
-
-    Raises:
-        FeatureError: one holds its lock, so it might make the rows that this run makes.
-    """
-    for path in folder.glob(".lock-*-of-*"):
-        if path.name.endswith(f"-of-{world_size}"):
-            continue  # the writer asks for its own
-        try:
-            with file_lock(path, wait=False):
-                pass
-        except Timeout as error:
-            raise FeatureError(
-                f"another process already writes into {folder} ({path.name}); a store is filled by one run at a "
-                "time: wait for it, or use another folder"
-            ) from error
 
 
 class HybridSource(PlannedSource):
@@ -143,7 +124,7 @@ class HybridSource(PlannedSource):
         if on_missing == "generate":
             if world_size > 1 and barrier is None:
                 raise FeatureError(f"{world_size} processes fill a store together only with a barrier between them")
-            refuse_other_fillers(self._folder, world_size)
+            refuse_other_workers(self._folder, world_size)
             stored = StoreReader(self._folder).contract.dtype if begun else contract.dtype
             self._writer = StoreWriter(
                 self._folder,
@@ -160,6 +141,8 @@ class HybridSource(PlannedSource):
         self.contract.require(contract, str(folder))
         if self._reader.dataset_hash != self._data:
             raise FeatureError(f"{folder} was made from other data than this run's; use another folder, or dump again")
+        if self._reader.indices and self._reader.indices[-1] >= len(self._rows):
+            raise FeatureError(f"{folder} names the row {self._reader.indices[-1]} of a data set of {len(self._rows)}")
         self._find_stored()
         self.found = len(self._stored)
         missing = len(self._rows) - len(self._stored)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
 from modelopt_eagle.common.files import file_sha256
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract
 from modelopt_eagle.features.store.files import REMEDY, map_safetensors
+from modelopt_eagle.features.store.layout import layout_fault
 from modelopt_eagle.features.store.manifest import ShardEntry
 
 
@@ -46,13 +47,16 @@ def open_shard(folder: Path, entry: ShardEntry, contract: FeatureContract, check
             f"shard {path} was altered: sha256 {entry.sha256[:16]}… expected, {found[:16]}… found; {REMEDY}"
         )
     shard, meta = map_safetensors(path)
-    if meta.get("contract"):
-        FeatureContract.from_dict(json.loads(meta["contract"])).require(contract, f"shard {path}", ignore=())
-    lengths = shard["row_offsets"].diff().tolist() if "row_offsets" in shard else None
-    if lengths != entry.tokens:
-        raise FeatureError(f"shard {path} does not hold the rows that the manifest names; {REMEDY}")
+    try:
+        stated = FeatureContract.from_dict(parse_json(meta["contract"])) if "contract" in meta else contract
+    except ValueError as error:
+        raise FeatureError(f"shard {path} states no contract that can be read ({error}); {REMEDY}") from error
+    stated.require(contract, f"shard {path}", ignore=())
+    if checksum and (fault := layout_fault(shard, contract, entry)):
+        raise FeatureError(f"shard {path} is not what its manifest says: {fault}; {REMEDY}")
     check_prefixes(path, shard)
-    check_finite(path, shard, whole=False)
+    if checksum:
+        check_finite(path, shard)
     return shard
 
 
@@ -80,30 +84,35 @@ def check_prefixes(path: Path, shard: dict[str, torch.Tensor]) -> None:
         raise FeatureError(f"shard {path}: row {number} names a prefix that no earlier row has; {REMEDY}")
 
 
-def check_finite(path: Path, shard: dict[str, torch.Tensor], whole: bool) -> None:
-    """Look for NaN and infinity in a shard's states and scales.
+def check_finite(path: Path, shard: dict[str, torch.Tensor]) -> None:
+    """Look for NaN and infinity in a shard's states and scales, at every position.
 
     Args:
         path: for the message.
         shard: its tensors.
-        whole: look at every position, not only at the first and last of each row.
 
     Raises:
         FeatureError: names shard, tensor and row.
     """
     pairs = (("aux", "aux_offsets" if "aux_offsets" in shard else "row_offsets"), ("final", "final_offsets"))
     for kind, offsets_name in pairs:
-        offsets = shard[offsets_name]
         for name in (f"{kind}_hidden", f"{kind}_scale"):
-            if name not in shard or shard[name].dtype in (torch.int8,) or not len(shard[name]):
+            if name not in shard or shard[name].dtype == torch.int8:
                 continue
-            if whole:
-                positions = torch.arange(len(shard[name]))
-            else:
-                filled = offsets.diff() > 0
-                positions = torch.cat([offsets[:-1][filled], offsets[1:][filled] - 1])
-            for part in positions.split(4096):
-                bad = ~torch.isfinite(shard[name][part].float()).all(-1)  # [p]
-                if bad.any():
-                    row = int(torch.searchsorted(offsets, part[bad][0], right=True)) - 1
+            for number, part in enumerate(shard[name].split(_POSITIONS)):
+                finite = _is_finite(part)  # [p,width]
+                if not finite.all():
+                    position = number * _POSITIONS + int((~finite.all(-1)).nonzero()[0])
+                    row = int(torch.searchsorted(shard[offsets_name], position, right=True)) - 1
                     raise FeatureError(f"shard {path}: {name} of row {row} holds NaN or infinity; {REMEDY}")
+
+
+_POSITIONS = 4096
+"""Positions looked at at a time."""
+
+
+def _is_finite(states: torch.Tensor) -> torch.Tensor:
+    """[p, width] bool; float8_e4m3fn has no infinity, and one pattern of bits for NaN, with either sign."""
+    if states.dtype == torch.float8_e4m3fn:
+        return states.view(torch.uint8) & 0x7F != 0x7F
+    return torch.isfinite(states)

@@ -23,7 +23,7 @@ from modelopt_eagle.features.store.codec import (
     restore,
     row_bytes,
 )
-from modelopt_eagle.features.store.files import TEMPORARY_PREFIX, take_lock, write_durably
+from modelopt_eagle.features.store.files import TEMPORARY_PREFIX, refuse_other_workers, take_lock, write_durably
 from modelopt_eagle.features.store.manifest import (
     SHARDS_PER_MANIFEST,
     Manifest,
@@ -97,6 +97,7 @@ class StoreWriter:
         self._worker, self._prefix = worker, f"features-{index}-of-{count}-"
         self._lock = take_lock(self.folder / f".lock-{index}-of-{count}", f"writes shard {index}/{count} here")
         try:
+            refuse_other_workers(self.folder, count)
             self._open(Manifest(contract, dataset_hash, dataset_rows))
         except BaseException:
             self._lock.release()
@@ -147,7 +148,7 @@ class StoreWriter:
             name = path.name.removeprefix(TEMPORARY_PREFIX)
             half_written = path.name != name and (name.startswith(self._prefix) or name == manifest_file)
             unnamed = path.name.startswith(self._prefix) and path.name not in known
-            if half_written or unnamed:
+            if (half_written or unnamed) and (path.is_symlink() or not path.is_dir()):
                 path.unlink()
         numbers = [int(name[len(self._prefix) :].split(".")[0]) for name in known if name.startswith(self._prefix)]
         self._next = max(numbers, default=-1) + 1
