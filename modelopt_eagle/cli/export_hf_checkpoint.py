@@ -50,6 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="the engine that will serve it, such as vllm=0.22.0 (sglang, tensorrt_llm; may be given several times): "
         "a version that does not read all of the head is refused",
     )
+    parser.add_argument(
+        "--tensor-parallel",
+        "--tensor_parallel",
+        type=int,
+        metavar="N",
+        help="size it will be served with: one that does not divide the head is refused, a reduced vocabulary padded",
+    )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the folder to the hub afterwards")
     add_reading_options(parser, base_model=False)
     return parser
@@ -116,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             **find_report(arguments.model_path, head.folder, arguments.report),
         },
         adapter=head.adapter,
+        tensor_parallel=arguments.tensor_parallel,
     )
     print(f"read      {head.folder} ({head.layout})")
     print(f"exported  {report.path}: {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB")

@@ -12,6 +12,7 @@ from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.export.engines import ENGINES
+from modelopt_eagle.export.engines.parallel import parallel_text
 from modelopt_eagle.export.engines.profile import Order
 from modelopt_eagle.export.engines.versions import needed_version
 
@@ -64,7 +65,7 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
         need = needed_version(key, config, quantised=quantised)
         order = Order(target, config, need.text(key), engine.tested)
         lines += [*([""] if index else []), *([f"{need.unserved}."] if need.unserved else engine.serve(order))]
-    return lines
+    return [*lines, "", f"Tensor-parallel sizes: {parallel_text(config)}."]
 
 
 def adapter_lines(config: DraftConfig) -> list[str]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.rotary import check_scaling
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.target.load import architecture_of
@@ -139,3 +140,50 @@ def with_rope_scaling(config: DraftConfig, rope_scaling: dict[str, Any] | None) 
         f"rope scaling {kind!r} was added at export and not trained with: the acceptance measured before, on short "
         "contexts, changes with it; measure again with ar_validate.py on the exported folder"
     ]
+
+
+@torch.no_grad()
+def with_vocabulary(head: DraftModule, vocab: DraftVocab) -> tuple[DraftModule, int]:
+    """The head under another map: a token that both maps hold keeps its row of ``lm_head``, under its new draft id.
+
+    A token that is new starts with the mean of the old rows, so with a logit in the middle of the others.
+
+    Returns:
+        The head, and how many rows were carried over.
+    """
+    before = head.vocab.to_draft(vocab.target_ids.to(head.d2t.device))  # [Vd] old draft ids, -1: not inside
+    kept = before >= 0
+    weight = head.lm_head.weight
+    rows = torch.where(kept[:, None], weight[before.clamp(min=0)], weight.mean(0, keepdim=True))  # [Vd,H]
+    config = dataclasses.replace(head.config, draft_vocab_size=vocab.size)
+    with torch.random.fork_rng(devices=[]):  # the initial numbers are thrown away
+        moved = type(head)(config, vocab)
+    state = {**head.state_dict(), "lm_head.weight": rows, "d2t": vocab.d2t.cpu(), "t2d": vocab.t2d.cpu()}
+    moved.load_state_dict(state, assign=True)
+    return moved, int(kept.sum())
+
+
+def with_padded_vocabulary(head: DraftModule, multiple: int) -> tuple[DraftModule, int]:
+    """The head with so many more tokens in its draft vocabulary that their number is a multiple.
+
+    The tokens added are the first of the target's that were outside. Their rows are the mean of the others, so their
+    logits never exceed the largest: a greedy draft stays what it was.
+
+    Returns:
+        The head, and how many tokens were added; the head as it is where nothing is to be added.
+
+    Raises:
+        ExportError: the target's vocabulary has not so many tokens.
+    """
+    config = head.config
+    missing = -config.draft_vocab_size % multiple
+    if not missing or config.draft_vocab_size == config.vocab_size:
+        return head, 0
+    outside = (~head.t2d.cpu()).nonzero().flatten()[:missing]
+    if len(outside) < missing:
+        raise ExportError(
+            f"a draft vocabulary of {config.draft_vocab_size} cannot be padded to a multiple of {multiple}: the target "
+            f"has {config.vocab_size} tokens; export a head with the full vocabulary, which engines pad themselves"
+        )
+    ids = torch.cat((head.target_ids.cpu(), outside)).sort().values
+    return with_vocabulary(head, DraftVocab.from_target_ids(ids, config.vocab_size))[0], missing

@@ -13,6 +13,7 @@ from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.engines.check import engine_reasons
+from modelopt_eagle.export.engines.parallel import parallel_text
 from modelopt_eagle.export.engines.versions import needed_version
 from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import ReadOptions, detect_layout
@@ -71,6 +72,8 @@ class Inspection:
             if self.config:
                 config, quantised = DraftConfig.from_dict(self.config), self.quantised is not None
                 lines.append(f"needs       {needed_version(engine, config, quantised=quantised).text(engine)}")
+        if self.config and self.engines:
+            lines.append(f"parallel    {parallel_text(DraftConfig.from_dict(self.config))}")
         for engine, reasons in self.engines.items():
             label = f"{engine} {ENGINES[engine].version}"
             lines.append(f"engine      {label}: " + ("serves it as trained" if not reasons else "does not:"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ from modelopt_eagle.export.card import model_card
 from modelopt_eagle.export.compare import compare, rebuilt
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.engines.check import engine_faults
+from modelopt_eagle.export.engines.parallel import check_parallel
 from modelopt_eagle.export.engines.versions import check_faults, check_versions, needed_version
 from modelopt_eagle.export.fitting import (
     table_of,
     target_identity,
     target_notes,
+    with_padded_vocabulary,
     with_rope_scaling,
     with_target,
     without_copy,
@@ -87,6 +90,7 @@ def export_checkpoint(
     report: dict[str, Any] | None = None,
     for_engines: dict[str, str] | None = None,
     adapter: str | Path | None = None,
+    tensor_parallel: int | None = None,
 ) -> ExportReport:
     """Write a head so that vLLM, SGLang and TensorRT-LLM load it as it is.
 
@@ -104,21 +108,32 @@ def export_checkpoint(
         for_engines: engine to the version that will serve the head, as ``{"vllm": "0.22.0"}``: one that does not read
             all of it is refused.
         adapter: PEFT folder of the target's adapter that the head was trained with; copied into the export.
+        tensor_parallel: the size that will serve the head: its sizes are checked, a reduced draft vocabulary is padded
+            to a multiple.
 
     Raises:
         ExportError: the folder exists, the head does not fit the target, or reads back differently.
         CheckpointError: the vocabulary map is unset or broken.
     """
-    layout = algorithm_of(config or module.config).layout
+    config, padding = config or module.config, []
+    layout = algorithm_of(config).layout
     if layout is not None:
+        if tensor_parallel is not None:
+            raise ExportError(f"--tensor-parallel speaks of EAGLE-3 heads; this is one of {algorithm_of(config).title}")
         return export_own_layout(
-            module, config or module.config, path, layout, target=target, dtype=dtype, overwrite=overwrite,
+            module, config, path, layout, target=target, dtype=dtype, overwrite=overwrite,
             report=report, for_engines=for_engines, rope_scaling=rope_scaling, adapter=adapter,
         )  # fmt: skip
     if layer_names not in LAYER_NAMES:
         raise ExportError(f"layer_names is {layer_names!r}; use {' or '.join(LAYER_NAMES)}")
-    unsure = target_notes(config or module.config, target)
-    config = with_target(config or module.config, target)
+    if tensor_parallel is not None:
+        check_parallel(config, tensor_parallel)
+        module, added = with_padded_vocabulary(module, tensor_parallel)
+        config = dataclasses.replace(config, draft_vocab_size=module.config.draft_vocab_size)
+        words = f"tokens, never the likeliest, pad the draft vocabulary to a multiple of {tensor_parallel}"
+        padding = [f"{added} {words}"] if added else []
+    unsure = padding + target_notes(config, target)
+    config = with_target(config, target)
     check_versions(for_engines or {}, config, layer_names=layer_names)
     config, notes = with_rope_scaling(config, rope_scaling)
     notes = unsure + notes

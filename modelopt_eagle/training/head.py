@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_ids
@@ -11,6 +9,7 @@ from modelopt_eagle.draft import DraftConfig, DraftVocab
 from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm, random_module
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import CheckpointError, RecipeError
+from modelopt_eagle.export.fitting import with_vocabulary, without_copy
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import RunningTarget, TableTarget, TargetIdentity
 from modelopt_eagle.training.data import RunData
@@ -88,7 +87,6 @@ def continued_head(
         CheckpointError: the head cannot be read, or is for another vocabulary or tokenizer.
     """
     from modelopt_eagle.export import ReadOptions, load_draft
-    from modelopt_eagle.export.fitting import without_copy
 
     try:
         module = load_draft(
@@ -165,27 +163,6 @@ def rebuild_vocabulary(recipe: Recipe, head: DraftModule, tables, data: RunData)
     moved, carried = with_vocabulary(head, vocab)
     new = vocab.size - carried
     return moved, f"{line}; rebuilt: {carried} rows of {recipe.model.draft_init} moved with their tokens, {new} are new"
-
-
-@torch.no_grad()
-def with_vocabulary(head: DraftModule, vocab: DraftVocab) -> tuple[DraftModule, int]:
-    """The head under another map: a token that both maps hold keeps its row of ``lm_head``, under its new draft id.
-
-    A token that is new starts with the mean of the old rows, so with a logit in the middle of the others.
-
-    Returns:
-        The head, and how many rows were carried over.
-    """
-    before = head.vocab.to_draft(vocab.target_ids.to(head.d2t.device))  # [Vd] old draft ids, -1: not inside
-    kept = before >= 0
-    weight = head.lm_head.weight
-    rows = torch.where(kept[:, None], weight[before.clamp(min=0)], weight.mean(0, keepdim=True))  # [Vd,H]
-    config = dataclasses.replace(head.config, draft_vocab_size=vocab.size)
-    with torch.random.fork_rng(devices=[]):  # the initial numbers are thrown away
-        moved = type(head)(config, vocab)
-    state = {**head.state_dict(), "lm_head.weight": rows, "d2t": vocab.d2t.cpu(), "t2d": vocab.t2d.cpu()}
-    moved.load_state_dict(state, assign=True)
-    return moved, int(kept.sum())
 
 
 def choose_vocabulary(recipe: Recipe, tables: TableTarget, data: RunData) -> tuple[DraftVocab, str]:

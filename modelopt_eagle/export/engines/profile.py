@@ -165,6 +165,21 @@ class Targets:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """How an engine cuts a head for tensor parallelism; heads and feed-forward width must divide in each.
+
+    Attributes:
+        source: the code that was read.
+        vocab_multiple: it pads the rows of ``lm_head`` to a multiple of this.
+        alone: the option that keeps a head whole beside a divided target; ``None`` if there is none.
+    """
+
+    source: str
+    vocab_multiple: int
+    alone: str | None
+
+
+@dataclass(frozen=True)
 class Order:
     """What serving commands are written for.
 
@@ -210,6 +225,7 @@ class Engine:
         tested: what an export is held against, for the model card.
         loads, quantised: how it reads folders.
         targets: which targets it drafts for.
+        parallel: how it divides a head; ``None`` if that was not read.
         since: name of a part of a head (see ``versions.PARTS``) to the first release that reads it.
         serve: the lines of the model card that serve a head.
         serve_adapted: a sentence of the card about serving a head together with its target's adapter
@@ -226,6 +242,7 @@ class Engine:
     loads: LoadRules
     quantised: QuantRules
     targets: Targets
+    parallel: Parallel | None
     since: Mapping[str, Since]
     serve: Callable[[Order], list[str]]
     serve_adapted: Callable[[str, dict], str] | None = None

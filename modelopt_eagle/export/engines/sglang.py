@@ -7,6 +7,7 @@ from modelopt_eagle.export.engines.profile import (
     Engine,
     LoadRules,
     Order,
+    Parallel,
     QuantRules,
     Since,
     Targets,
@@ -154,6 +155,7 @@ ENGINE = Engine(
         },
     ),
     targets=Targets("srt/models: classes with set_eagle3_layers_to_capture", TARGETS, complete=True),
+    parallel=Parallel("srt/layers/{linear,vocab_parallel_embedding}.py, srt/models/llama.py", 64, alone=None),
     since={
         "an EAGLE-3 head": Since("0.4.4.post2", "0.4.4.post1", LLAMA_FILE),
         "eagle_aux_hidden_state_layer_ids": Since("0.4.9", "0.4.8.post1", "srt/model_executor/model_runner.py"),

@@ -97,6 +97,7 @@ ENGINE = Engine(
         complete=False,
         never=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     ),
+    parallel=None,
     since={},
     serve=serve,
 )

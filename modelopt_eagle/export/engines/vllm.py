@@ -7,6 +7,7 @@ from modelopt_eagle.export.engines.profile import (
     Engine,
     LoadRules,
     Order,
+    Parallel,
     QuantRules,
     Runner,
     Since,
@@ -184,6 +185,11 @@ ENGINE = Engine(
         refuses={},
     ),
     targets=Targets("model_executor/models: classes with SupportsEagle3", TARGETS, complete=True),
+    parallel=Parallel(
+        "model_executor/layers/{linear,vocab_parallel_embedding}.py, models/llama.py, config/speculative.py",
+        vocab_multiple=64,
+        alone='"draft_tensor_parallel_size": 1 in the speculative config',
+    ),
     since={
         "an EAGLE-3 head": Since("0.8.5", None, LLAMA_FILE),
         "layers.0 names": Since("0.8.5", None, LLAMA_FILE),
