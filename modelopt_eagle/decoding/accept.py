@@ -89,5 +89,5 @@ def _choice(path: Accepted, features: Tensor) -> Choice:
     accepted = path.num_accepted.tolist()
     emitted = [row[: count + 1] for row, count in zip(path.tokens.tolist(), accepted, strict=True)]
     last = path.tokens.long().gather(1, path.num_accepted.long()[:, None])[:, 0]  # [B]
-    packed = repack_accepted(features, path.nodes, path.num_accepted)  # [B,D+1,A*Ht]
+    packed = repack_accepted(features, path.nodes, path.num_accepted)  # [B,D+1,A·Ht]
     return Choice(emitted, accepted, path.tokens.long().clamp(min=0), packed, last, path)

@@ -49,7 +49,7 @@ class Rounds(ABC):
         longest = max(self.lengths)
         padded = [request.prompt + [0] * (longest - len(request.prompt)) for request in requests]
         tokens = torch.tensor(padded, device=self.target.device)  # [B,P]
-        logits, aux = self.runner.prefill(tokens, self.lengths, images)  # [B,V], [B,P,A*Ht]
+        logits, aux = self.runner.prefill(tokens, self.lengths, images)  # [B,V], [B,P,A·Ht]
         first = first_tokens(logits, requests)  # [B]
         self.after_prefill(tokens, aux, first)
         self.timings.prefill += time.perf_counter() - begun
@@ -135,7 +135,7 @@ class DraftedRounds(Rounds):
         ends = torch.tensor(self.lengths, device=tokens.device)[:, None] - 1  # [B,1]
         following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1)  # [B,P] token after each anchor
         self.pending = following.scatter(1, ends, first[:, None])  # [B,P]
-        self.features = aux  # [B,P,A*Ht]
+        self.features = aux  # [B,P,A·Ht]
 
     def step(self, requests: list[Request]) -> tuple[list[list[int]], list[int]]:
         """One round: at least one token a row, up to D+1."""

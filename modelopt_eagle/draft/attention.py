@@ -79,7 +79,7 @@ class _ColumnAttention(torch.autograd.Function):
                 peak = torch.maximum(peak, column.amax(-1, keepdim=True))
             weights, own = logits.sub_(peak).exp_(), column.sub_(peak).exp_()
             total = weights.sum(-1, keepdim=True) + own.sum(-1, keepdim=True)  # [g,r,c,1]
-            result = weights.flatten(1, 2).to(q.dtype) @ values[low:high].transpose(0, 1)  # [g,r*c,dv]
+            result = weights.flatten(1, 2).to(q.dtype) @ values[low:high].transpose(0, 1)  # [g,r·c,dv]
             result = result.unflatten(1, (heads // groups, last - first))  # [g,r,c,dv]
             if own.shape[-1]:
                 result = result + torch.einsum("grck,ckgd->grcd", own.to(q.dtype), column_values[first:last])
@@ -107,10 +107,10 @@ class _ColumnAttention(torch.autograd.Function):
             upstream = _by_group(grad[first:last], groups)  # [g,r,c,dv]
             queries = _by_group(q[first:last], groups)  # [g,r,c,dk]
             weights = logits.sub_(total).exp_()  # [g,r,c,m]
-            flat_up, flat_q = upstream.flatten(1, 2), queries.flatten(1, 2)  # [g,r*c,d]
+            flat_up, flat_q = upstream.flatten(1, 2), queries.flatten(1, 2)  # [g,r·c,d]
             grad_v[low:high] += (weights.flatten(1, 2).to(q.dtype).transpose(1, 2) @ flat_up).transpose(0, 1)
             score = (flat_up @ values[low:high].permute(1, 2, 0)).float().unflatten(1, weights.shape[1:3])  # [g,r,c,m]
-            score = score.sub_(offset).mul_(weights).to(q.dtype).flatten(1, 2)  # [g,r*c,m]
+            score = score.sub_(offset).mul_(weights).to(q.dtype).flatten(1, 2)  # [g,r·c,m]
             grad_k[low:high] += (score.transpose(1, 2) @ flat_q).transpose(0, 1)
             result = (score @ keys[low:high].transpose(0, 1)).unflatten(1, weights.shape[1:3])  # [g,r,c,dk]
             if column.shape[-1]:
@@ -137,7 +137,7 @@ def _chunk_logits(q, keys, column_keys, plan, chunk) -> tuple[Tensor, Tensor]:
     """
     first, last, low, high = chunk
     queries = _by_group(q[first:last], keys.shape[1])  # [g,r,c,dk]
-    logits = queries.flatten(1, 2) @ keys[low:high].permute(1, 2, 0)  # [g,r*c,m]
+    logits = queries.flatten(1, 2) @ keys[low:high].permute(1, 2, 0)  # [g,r·c,m]
     logits = logits.float().unflatten(1, queries.shape[1:3])
     logits.masked_fill_(~plan.mask(first, last, low, high), float("-inf"))
     return logits, torch.einsum("grcd,ckgd->grck", queries, column_keys[first:last]).float()

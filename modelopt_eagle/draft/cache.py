@@ -94,4 +94,4 @@ class DraftCache:
             mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)  # [B,n,W]
             mask = mask.masked_fill_(~visible, torch.finfo(q.dtype).min).repeat_interleave(groups, 1)[:, None]
         out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-        return out.unflatten(2, (count, groups)).permute(0, 2, 1, 3, 4).reshape(batch, count, -1)  # [B,n,h*dv]
+        return out.unflatten(2, (count, groups)).permute(0, 2, 1, 3, 4).reshape(batch, count, -1)  # [B,n,h·dv]

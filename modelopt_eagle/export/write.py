@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import dtype_name, parse_dtype
 from modelopt_eagle.draft import DraftConfig
@@ -63,7 +64,7 @@ class ExportReport:
 
 
 def write_folder(
-    folder: Path, tensors: dict[str, torch.Tensor], files: dict[str, Any], adapter: str | Path | None = None
+    folder: Path, tensors: dict[str, Tensor], files: dict[str, Any], adapter: str | Path | None = None
 ) -> None:
     """``model.safetensors``, the given JSON or text files, and a copy of the target's adapter."""
     try:

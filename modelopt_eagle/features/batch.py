@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.target.like import RunningTarget
@@ -175,7 +176,7 @@ class FeatureRow:
         category: category of the conversation, may be empty.
         input_ids: [s] int64.
         supervised: [s] bool, tokens that the draft is trained to predict.
-        aux_hidden: [s, A*Ht] floating, outputs of the auxiliary layers side by side.
+        aux_hidden: [s, A·Ht] floating, outputs of the auxiliary layers side by side.
         final_hidden: [s, Ht] floating; zero outside :func:`needed_final_positions` when the row was stored compactly.
         target_top1: [s] int64, argmax of the target's full-vocabulary logits at predicting positions, -1 elsewhere.
         target_logsumexp: [s] float32, log-sum-exp of those logits at predicting positions, 0 elsewhere.
@@ -183,12 +184,12 @@ class FeatureRow:
 
     row_id: str
     category: str
-    input_ids: torch.Tensor
-    supervised: torch.Tensor
-    aux_hidden: torch.Tensor
-    final_hidden: torch.Tensor
-    target_top1: torch.Tensor | None = None
-    target_logsumexp: torch.Tensor | None = None
+    input_ids: Tensor
+    supervised: Tensor
+    aux_hidden: Tensor
+    final_hidden: Tensor
+    target_top1: Tensor | None = None
+    target_logsumexp: Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -217,7 +218,7 @@ class FeatureRow:
                 )
 
 
-def predicting_positions(supervised: torch.Tensor) -> torch.Tensor:
+def predicting_positions(supervised: Tensor) -> Tensor:
     """Positions whose next token is supervised: there the target's prediction is a label.
 
     Args:
@@ -231,7 +232,7 @@ def predicting_positions(supervised: torch.Tensor) -> torch.Tensor:
     return predicting
 
 
-def needed_final_positions(supervised: torch.Tensor) -> torch.Tensor:
+def needed_final_positions(supervised: Tensor) -> Tensor:
     """Positions whose final state some loss convention reads: supervised ones and their two neighbours.
 
     ``served`` reads position j for ``supervised[j+1]``, ``modelopt`` and ``speculators`` for ``supervised[j]``,
@@ -256,7 +257,7 @@ class FeatureBatch:
         input_ids: [1, N] int64.
         supervised: [1, N] bool.
         document_ids: [1, N] int64, 0 for the first row, 1 for the second ...; attention and shifts stay inside one.
-        aux_hidden: [1, N, A*Ht].
+        aux_hidden: [1, N, A·Ht].
         final_hidden: [1, N, Ht], post-norm if ``contract.final_is_normed``.
         target_top1: [1, N] int64 or None.
         target_logsumexp: [1, N] float32 or None.
@@ -264,13 +265,13 @@ class FeatureBatch:
         contract: how the features were made.
     """
 
-    input_ids: torch.Tensor
-    supervised: torch.Tensor
-    document_ids: torch.Tensor
-    aux_hidden: torch.Tensor
-    final_hidden: torch.Tensor
-    target_top1: torch.Tensor | None
-    target_logsumexp: torch.Tensor | None
+    input_ids: Tensor
+    supervised: Tensor
+    document_ids: Tensor
+    aux_hidden: Tensor
+    final_hidden: Tensor
+    target_top1: Tensor | None
+    target_logsumexp: Tensor | None
     row_ids: list[str]
     contract: FeatureContract
 
@@ -300,15 +301,15 @@ class FeatureBatch:
 def collate(
     rows: list[FeatureRow],
     contract: FeatureContract,
-    aux_hidden: torch.Tensor | None = None,
-    final_hidden: torch.Tensor | None = None,
+    aux_hidden: Tensor | None = None,
+    final_hidden: Tensor | None = None,
 ) -> FeatureBatch:
     """Pack rows one after the other into one line of N tokens.
 
     Args:
         rows: at least one row; all made under ``contract``.
         contract: checked against every row's shapes.
-        aux_hidden, final_hidden: [N, A*Ht] and [N, Ht] if the rows' states lie packed already (the rows hold views).
+        aux_hidden, final_hidden: [N, A·Ht] and [N, Ht] if the rows' states lie packed already (the rows hold views).
 
     Raises:
         FeatureError: no rows, or a row whose shapes break the contract.
@@ -330,7 +331,7 @@ def collate(
         input_ids=pack("input_ids"),  # [1,N]
         supervised=pack("supervised"),  # [1,N]
         document_ids=document_ids.unsqueeze(0).to(rows[0].input_ids.device),  # [1,N]
-        aux_hidden=pack("aux_hidden", aux_hidden),  # [1,N,A*Ht]
+        aux_hidden=pack("aux_hidden", aux_hidden),  # [1,N,A·Ht]
         final_hidden=pack("final_hidden", final_hidden),  # [1,N,Ht]
         target_top1=pack("target_top1"),
         target_logsumexp=pack("target_logsumexp"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import STATE_DTYPES
 from modelopt_eagle.errors import FeatureError
@@ -110,7 +111,7 @@ def _explain(layer: int, difference: float, allowed: float) -> str:
     return "and of no layer of this target on these tokens: other weights, or another row"
 
 
-def _nearest_layers(stored: torch.Tensor, input_ids: torch.Tensor, target) -> list[tuple[int, float]]:
+def _nearest_layers(stored: Tensor, input_ids: Tensor, target) -> list[tuple[int, float]]:
     """For each slot of [s, A, Ht] the layer whose states come nearest, and how near."""
     ids, width = list(range(target.num_layers)), target.hidden_size
     output = target.features(input_ids[None].to(target.device), None, ids)
@@ -119,7 +120,7 @@ def _nearest_layers(stored: torch.Tensor, input_ids: torch.Tensor, target) -> li
     return [min(enumerate(row), key=lambda pair: pair[1]) for row in differences]
 
 
-def _difference(stored: torch.Tensor, own: torch.Tensor) -> float:
+def _difference(stored: Tensor, own: Tensor) -> float:
     """Median over positions of ``|stored - own| / |own|`` of [n, Ht] states."""
     return float(((stored - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-30)).median())
 

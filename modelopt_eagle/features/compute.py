@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureRow, predicting_positions
@@ -37,7 +38,7 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]
     return batches
 
 
-def teacher_predictions(head, final_hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def teacher_predictions(head, final_hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Argmax and log-sum-exp of the target's full-vocabulary logits, in chunks of positions.
 
     Args:
@@ -101,7 +102,7 @@ def compute_features(
     result = []
     for b, row in enumerate(rows):
         s = len(row.input_ids) - begun
-        aux, final = output.aux_hidden[b, :s].clone(), output.final_hidden[b, :s].clone()  # [s,A*Ht], [s,Ht]
+        aux, final = output.aux_hidden[b, :s].clone(), output.final_hidden[b, :s].clone()  # [s,A·Ht], [s,Ht]
         if prefix is not None:
             aux, final = torch.cat([prefix.aux_hidden, aux]), torch.cat([prefix.final_hidden, final])
         result.append(finish_row(row, aux, final, None, target.head))
@@ -121,12 +122,12 @@ def _with_pictures(target, rows: Sequence, aux_layer_ids, prefix, gradient: bool
 
 
 @torch.no_grad()
-def finish_row(row, aux_hidden: torch.Tensor, final_hidden: torch.Tensor, final_norm, head) -> FeatureRow:
+def finish_row(row, aux_hidden: Tensor, final_hidden: Tensor, final_norm, head) -> FeatureRow:
     """A row of features from the target's states, with the target's predictions.
 
     Args:
         row: the tokenised row: ``id, category, input_ids, supervised``.
-        aux_hidden: [s, A*Ht].
+        aux_hidden: [s, A·Ht].
         final_hidden: [s, Ht], pre-norm if ``final_norm`` is given, else post-norm.
         final_norm: the target's final norm, or None.
         head: the target's head.

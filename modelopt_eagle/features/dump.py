@@ -85,7 +85,7 @@ class EngineBackEnd:
     Args:
         tables: ``TargetTables``: final norm and head of the same model, applied here, and its identity.
         aux_layer_ids: canonical ids, ascending.
-        states: ``states(rows)`` yields (number of the row, aux [s, A*Ht], final [s, Ht]).
+        states: ``states(rows)`` yields (number of the row, aux [s, A·Ht], final [s, Ht]).
         final_is_normed: whether the engine's final states are post-norm.
     """
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import STATE_DTYPES
 from modelopt_eagle.errors import FeatureError
@@ -76,11 +77,11 @@ class OfflineSource(PlannedSource):
         """One row with post-norm final states and the target's predictions."""
         return self._fill([number])[0][0]
 
-    def _fill(self, numbers: Sequence[int]) -> tuple[list[FeatureRow], torch.Tensor, torch.Tensor]:
-        """Rows, and their aux states [N, A*Ht] and final states [N, Ht] packed; the rows hold views of these."""
+    def _fill(self, numbers: Sequence[int]) -> tuple[list[FeatureRow], Tensor, Tensor]:
+        """Rows, and their aux states [N, A·Ht] and final states [N, Ht] packed; the rows hold views of these."""
         contract, total = self.contract, sum(self.lengths[number] for number in numbers)
         dtype = self._dtype or served_dtype(contract.dtype)
-        aux = self._pool.empty((total, len(contract.aux_layer_ids) * contract.hidden_size), dtype)  # [N,A*Ht]
+        aux = self._pool.empty((total, len(contract.aux_layer_ids) * contract.hidden_size), dtype)  # [N,A·Ht]
         final = self._pool.empty((total, contract.hidden_size), dtype)  # [N,Ht]
         rows, at = [], 0
         for number in numbers:
@@ -89,7 +90,7 @@ class OfflineSource(PlannedSource):
             at += self.lengths[number]
         return rows, aux, final
 
-    def _read(self, number: int, aux_out: torch.Tensor, final_out: torch.Tensor) -> FeatureRow:
+    def _read(self, number: int, aux_out: Tensor, final_out: Tensor) -> FeatureRow:
         """A row as it is stored, its states in the two places."""
         if getattr(self.reader, "fills", False):
             return self.reader.row(number, aux_out, final_out)
@@ -169,13 +170,13 @@ class OfflineSource(PlannedSource):
 
     @staticmethod
     @torch.no_grad()
-    def _apply(norm, states: torch.Tensor) -> torch.Tensor:
+    def _apply(norm, states: Tensor) -> Tensor:
         weight = next(norm.parameters())
         return norm(states.to(weight.device, weight.dtype)).to(states)
 
 
 @torch.no_grad()
-def head_argmax(head, final_hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def head_argmax(head, final_hidden: Tensor, at: Tensor) -> Tensor:
     """Argmax of the full-vocabulary logits at some positions, in chunks.
 
     Args:

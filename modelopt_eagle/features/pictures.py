@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.errors import FeatureError
 
@@ -28,9 +29,7 @@ def refuse_images(rows: Sequence, where: str) -> None:
         )
 
 
-def picture_states(
-    target, row, aux_layer_ids: Sequence[int], gradient: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def picture_states(target, row, aux_layer_ids: Sequence[int], gradient: bool = False) -> tuple[Tensor, Tensor]:
     """States of one row with images.
 
     Args:
@@ -40,7 +39,7 @@ def picture_states(
         gradient: keep the graph.
 
     Returns:
-        aux [s, A*Ht] and final [s, Ht] post-norm, on the target's device.
+        aux [s, A·Ht] and final [s, Ht] post-norm, on the target's device.
 
     Raises:
         FeatureError: the target reads no images, or its processor gives other tokens than the row has.
@@ -53,4 +52,4 @@ def picture_states(
     if ids[:length] != list(row.input_ids):
         raise FeatureError(f"row {row.id!r}: the target's processor makes other tokens of it now than when it was read")
     output = target.features(torch.tensor([ids[:length]]), None, aux_layer_ids, gradient=gradient, images=inputs)
-    return output.aux_hidden[0], output.final_hidden[0]  # [s,A*Ht], [s,Ht]
+    return output.aux_hidden[0], output.final_hidden[0]  # [s,A·Ht], [s,Ht]

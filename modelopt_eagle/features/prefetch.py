@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 _END = object()
@@ -104,7 +105,7 @@ class BufferPool:
         self._buffers: list[mmap.mmap] = []
         self._lock = threading.Lock()
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor on the CPU."""
         size = math.prod(shape) * dtype.itemsize
         if size < LEAST_BYTES:

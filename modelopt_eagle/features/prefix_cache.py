@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import STATE_DTYPES, dtype_name
 from modelopt_eagle.target.model import TargetOutput
@@ -32,7 +33,7 @@ class CommonPrefix:
         aux_layer_ids: canonical ids.
 
     Attributes:
-        aux_hidden, final_hidden: [P, A*Ht] and [P, Ht].
+        aux_hidden, final_hidden: [P, A·Ht] and [P, Ht].
         sound: whether the target's cache is of a kind that rows can go on from.
     """
 
@@ -60,7 +61,7 @@ class CommonPrefix:
         return self.length
 
     @torch.no_grad()
-    def features(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> TargetOutput:
+    def features(self, input_ids: Tensor, attention_mask: Tensor | None) -> TargetOutput:
         """Features of what follows the prefix; as ``Target.features``.
 
         Args:
@@ -128,7 +129,7 @@ def _same(target, prefix: CommonPrefix, rows: Sequence, aux_layer_ids: Sequence[
         yield _agree(alone.final_hidden[0], [prefix.final_hidden, together.final_hidden[b, :s]], target.hidden_size)
 
 
-def _agree(plain: torch.Tensor, parts: Sequence[torch.Tensor], width: int) -> bool:
+def _agree(plain: Tensor, parts: Sequence[Tensor], width: int) -> bool:
     """Whether states [s, groups*width] and those in parts are the same but for rounding, everywhere."""
     tolerance = STATE_DTYPES[dtype_name(plain.dtype)].computed
     plain, shared = (x.float().unflatten(-1, (-1, width)) for x in (plain, torch.cat(list(parts))))  # [s,groups,width]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.errors import FeatureError
@@ -212,7 +213,7 @@ class MemorySource(PlannedSource):
         return collate([_serve(*self._rows[i]) for i in indices], self.contract)
 
 
-def _hold(row: FeatureRow, dtype: torch.dtype) -> tuple[FeatureRow, torch.Tensor]:
+def _hold(row: FeatureRow, dtype: torch.dtype) -> tuple[FeatureRow, Tensor]:
     """A row on the CPU in ``dtype`` without its final states, and the needed ones [n,Ht]."""
     kept = row.final_hidden[needed_final_positions(row.supervised)].to("cpu", dtype)  # [n,Ht]
 
@@ -231,7 +232,7 @@ def _hold(row: FeatureRow, dtype: torch.dtype) -> tuple[FeatureRow, torch.Tensor
     return held, kept
 
 
-def _serve(row: FeatureRow, kept: torch.Tensor) -> FeatureRow:
+def _serve(row: FeatureRow, kept: Tensor) -> FeatureRow:
     """The row with its final states [s,Ht], zero where none was kept."""
     final = kept.new_zeros(len(row), kept.shape[1])  # [s,Ht]
     final[needed_final_positions(row.supervised)] = kept

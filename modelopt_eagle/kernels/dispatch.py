@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import DecodingError
@@ -117,14 +118,14 @@ def require(condition: bool, message: str | Callable[[], str]) -> None:
         raise DecodingError(message if isinstance(message, str) else message())
 
 
-def require_integers(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
+def require_integers(name: str, tensor: Tensor, *shape: int | None) -> None:
     """Raise unless ``tensor`` is int32 or int64 and has this shape (``None`` stands for any length)."""
     if tensor.dtype not in (torch.int32, torch.int64):
         raise DecodingError(f"{name} must be int32 or int64, found {tensor.dtype}: cast it with .to(torch.int32)")
     require_shape(name, tensor, *shape)
 
 
-def require_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
+def require_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
     """Raise unless ``tensor`` has this shape (``None`` stands for any length)."""
     found = tuple(tensor.shape)
     if len(found) != len(shape) or any(w is not None and w != f for w, f in zip(shape, found, strict=True)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.dispatch import TritonKernel, power_of_two, require, require_shape
 
@@ -23,7 +24,7 @@ def vocabulary_block(vocabulary: int) -> int:
     return min(power_of_two(vocabulary), MAX_BLOCK)
 
 
-def check_probabilities(target_probs: torch.Tensor, batch: int, nodes: int) -> None:
+def check_probabilities(target_probs: Tensor, batch: int, nodes: int) -> None:
     """Raise DecodingError unless the probabilities are floating point of shape [B,N,V]."""
     require(
         target_probs.dtype.is_floating_point, lambda: f"target_probs must be floating point, found {target_probs.dtype}"
@@ -32,13 +33,13 @@ def check_probabilities(target_probs: torch.Tensor, batch: int, nodes: int) -> N
     require(target_probs.shape[2] >= 1, "target_probs must have at least one token, found V=0")
 
 
-def check_uniforms(name: str, uniforms: torch.Tensor, *shape: int) -> None:
+def check_uniforms(name: str, uniforms: Tensor, *shape: int) -> None:
     """Raise DecodingError unless the uniforms are floating point of this shape."""
     require(uniforms.dtype.is_floating_point, lambda: f"{name} must be floating point, found {uniforms.dtype}")
     require_shape(name, uniforms, *shape)
 
 
-def check_values(target_probs: torch.Tensor, **uniforms: torch.Tensor) -> None:
+def check_values(target_probs: Tensor, **uniforms: Tensor) -> None:
     """The checks of debug mode: rows sum to one within 1e-3, nothing negative, uniforms in [0, 1). Waits for the GPU.
 
     Raises:
@@ -52,7 +53,7 @@ def check_values(target_probs: torch.Tensor, **uniforms: torch.Tensor) -> None:
         require(bool(((values >= 0) & (values < 1)).all()), f"{name} must lie in [0, 1): use torch.rand")
 
 
-def draw_reference(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def draw_reference(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Draw one token a row: probabilities [B,V], uniforms [B] -> [B] int64, -1 for a row without mass."""
     probabilities = probabilities.double()  # [B,V]
     cumulated = probabilities.cumsum(-1)  # [B,V]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.dispatch import TritonKernel, choose_backend, require
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 PACK_BLOCK, UNPACK_BLOCK = 128, 1024  # words, or booleans, of one program
 
 
-def pack_mask(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+def pack_mask(mask: Tensor, *, backend: str = "auto") -> Tensor:
     """Pack the last dimension of a boolean mask.
 
     Args:
@@ -36,7 +37,7 @@ def pack_mask(mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     return words.view(*mask.shape[:-1], words.shape[-1])
 
 
-def unpack_mask(words: torch.Tensor, num_nodes: int | None = None, *, backend: str = "auto") -> torch.Tensor:
+def unpack_mask(words: Tensor, num_nodes: int | None = None, *, backend: str = "auto") -> Tensor:
     """Undo ``pack_mask``.
 
     Args:
@@ -67,7 +68,7 @@ def unpack_mask(words: torch.Tensor, num_nodes: int | None = None, *, backend: s
 
 
 @torch.library.custom_op("modelopt_eagle::pack_mask", mutates_args=())
-def _pack_mask_op(mask: torch.Tensor, backend: str) -> torch.Tensor:
+def _pack_mask_op(mask: Tensor, backend: str) -> Tensor:
     if choose_backend(backend, mask.device) == "reference":
         return pack_mask_reference(mask)
     batch, rows, columns = mask.shape
@@ -87,7 +88,7 @@ def _(mask, backend):
 
 
 @torch.library.custom_op("modelopt_eagle::unpack_mask", mutates_args=())
-def _unpack_mask_op(words: torch.Tensor, columns: int, backend: str) -> torch.Tensor:
+def _unpack_mask_op(words: Tensor, columns: int, backend: str) -> Tensor:
     if choose_backend(backend, words.device) == "reference":
         return unpack_mask_reference(words, columns)
     batch, rows, _ = words.shape
@@ -105,17 +106,17 @@ def _(words, columns, backend):
     return words.new_empty(words.shape[0], words.shape[1], columns, dtype=torch.bool)
 
 
-def pack_mask_reference(mask: torch.Tensor) -> torch.Tensor:
+def pack_mask_reference(mask: Tensor) -> Tensor:
     """[B,R,C] bool -> [B,R,ceil(C/32)] int32."""
     batch, rows, columns = mask.shape
     width = -(-columns // 32)
-    padded = torch.nn.functional.pad(mask, (0, 32 * width - columns))  # [B,R,32*W]
+    padded = torch.nn.functional.pad(mask, (0, 32 * width - columns))  # [B,R,32·W]
     shifts = torch.arange(32, device=mask.device)  # [32]
     words = (padded.view(batch, rows, width, 32).long() << shifts).sum(-1)  # [B,R,W] in [0, 2**32)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def unpack_mask_reference(words: torch.Tensor, columns: int) -> torch.Tensor:
+def unpack_mask_reference(words: Tensor, columns: int) -> Tensor:
     """[B,R,W] int32 -> [B,R,C] bool."""
     shifts = torch.arange(32, device=words.device, dtype=torch.int32)  # [32]
     bits = (words[..., None] >> shifts) & 1  # [B,R,W,32]

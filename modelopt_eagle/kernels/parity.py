@@ -75,7 +75,7 @@ class Cases:
             if style == "missing":
                 odd = torch.rand(steps.shape, generator=self.generator)
                 steps = steps.masked_fill(odd < 0.05, float("-inf")).masked_fill(odd > 0.95, float("nan"))
-            scores = (base[:, :, None] + steps).flatten(1)  # [B,survivors*T]
+            scores = (base[:, :, None] + steps).flatten(1)  # [B,survivors·T]
             layers.append(scores)
             if level + 1 < depth:
                 best = kernels.select_nodes(scores, topk, backend="reference").long()  # [B,T]

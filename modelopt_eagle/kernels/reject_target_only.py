@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.build_tree import DraftTree
 from modelopt_eagle.kernels.dispatch import TritonKernel, choose_backend, power_of_two, warps_for
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
 def reject_target_only(
     tree: DraftTree,
-    target_probs: torch.Tensor,
-    coins: torch.Tensor,
-    last_uniforms: torch.Tensor,
-    tree_valid: torch.Tensor | None = None,
+    target_probs: Tensor,
+    coins: Tensor,
+    last_uniforms: Tensor,
+    tree_valid: Tensor | None = None,
     *,
     debug: bool = False,
     backend: str = "auto",
@@ -83,15 +84,15 @@ def reject_target_only(
 
 @torch.library.custom_op("modelopt_eagle::reject_target_only", mutates_args=())
 def _reject_target_only_op(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    target_probs: torch.Tensor,
-    coins: torch.Tensor,
-    last_uniforms: torch.Tensor,
-    tree_valid: torch.Tensor | None,
+    tokens: Tensor,
+    parents: Tensor,
+    target_probs: Tensor,
+    coins: Tensor,
+    last_uniforms: Tensor,
+    tree_valid: Tensor | None,
     depth: int,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if choose_backend(backend, tokens.device) == "reference":
         return reject_target_only_reference(tokens, parents, target_probs, coins, last_uniforms, tree_valid, depth)
     accepted = empty_accepted(tokens, depth)

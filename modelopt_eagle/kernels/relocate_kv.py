@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.dispatch import (
     TritonKernel,
@@ -42,12 +43,12 @@ PATH_BLOCK, FEATURE_BLOCK = 8, 512  # path nodes and elements of a token's row t
 
 
 def relocate_kv(
-    cache: torch.Tensor | Sequence[torch.Tensor],
-    nodes: torch.Tensor,
-    num_accepted: torch.Tensor,
-    lengths: torch.Tensor,
+    cache: Tensor | Sequence[Tensor],
+    nodes: Tensor,
+    num_accepted: Tensor,
+    lengths: Tensor,
     *,
-    block_table: torch.Tensor | None = None,
+    block_table: Tensor | None = None,
     token_dim: int | None = None,
     window: int | None = None,
     debug: bool = False,
@@ -78,14 +79,14 @@ def relocate_kv(
     if block_table is not None:
         require_integers("block_table", block_table, batch, None)
     axis = token_dim if token_dim is not None else -2 if block_table is None else 1
-    for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
+    for tensor in [cache] if isinstance(cache, Tensor) else cache:
         check_cache(tensor, axis, batch if block_table is None else None)
         torch.ops.modelopt_eagle.relocate_kv(
             tensor, nodes, num_accepted, lengths, block_table, axis % tensor.dim(), window or 0, debug, backend
         )
 
 
-def check_cache(tensor: torch.Tensor, axis: int, batch: int | None) -> None:
+def check_cache(tensor: Tensor, axis: int, batch: int | None) -> None:
     """Raise DecodingError unless a cache has a place for positions and, if it is not paged, a row a request."""
     require(tensor.dim() in (3, 4), lambda: f"cache must have three or four dimensions, found {list(tensor.shape)}")
     require(
@@ -100,11 +101,11 @@ def check_cache(tensor: torch.Tensor, axis: int, batch: int | None) -> None:
 
 @torch.library.custom_op("modelopt_eagle::relocate_kv", mutates_args={"cache"})
 def _relocate_kv_op(
-    cache: torch.Tensor,
-    nodes: torch.Tensor,
-    num_accepted: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor | None,
+    cache: Tensor,
+    nodes: Tensor,
+    num_accepted: Tensor,
+    lengths: Tensor,
+    block_table: Tensor | None,
     token_dim: int,
     window: int,
     debug: bool,
@@ -134,7 +135,7 @@ def _(cache, nodes, num_accepted, lengths, block_table, token_dim, window, debug
     return None
 
 
-def token_view(cache: torch.Tensor, token_dim: int) -> torch.Tensor:
+def token_view(cache: Tensor, token_dim: int) -> Tensor:
     """View a cache as [B or blocks, places, heads, d] without copying; heads is 1 for latents."""
     cache = cache.movedim(token_dim, 1)
     return cache[:, :, None] if cache.dim() == 3 else cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.dispatch import (
     TritonKernel,
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 MAX_BLOCK = 1024  # elements of a row that one program copies
 
 
-def repack_accepted(
-    rows: torch.Tensor, nodes: torch.Tensor, num_accepted: torch.Tensor, *, backend: str = "auto"
-) -> torch.Tensor:
+def repack_accepted(rows: Tensor, nodes: Tensor, num_accepted: Tensor, *, backend: str = "auto") -> Tensor:
     """Gather the accepted nodes' rows: hidden states, logits, tokens or positions.
 
     Args:
@@ -50,9 +49,7 @@ def repack_accepted(
 
 
 @torch.library.custom_op("modelopt_eagle::repack_accepted", mutates_args=())
-def _repack_accepted_op(
-    rows: torch.Tensor, nodes: torch.Tensor, num_accepted: torch.Tensor, backend: str
-) -> torch.Tensor:
+def _repack_accepted_op(rows: Tensor, nodes: Tensor, num_accepted: Tensor, backend: str) -> Tensor:
     if choose_backend(backend, rows.device) == "reference":
         return repack_accepted_reference(rows, nodes, num_accepted)
     batch, num_nodes, features = rows.shape
@@ -73,7 +70,7 @@ def _(rows, nodes, num_accepted, backend):
     return rows.new_empty(nodes.shape[0], nodes.shape[1], rows.shape[2])
 
 
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """A view with the integer dtype of the same size, so that one kernel moves every dtype, the 8-bit ones too."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     width = tensor.element_size()
@@ -84,7 +81,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(sizes[width])
 
 
-def repack_accepted_reference(rows: torch.Tensor, nodes: torch.Tensor, num_accepted: torch.Tensor) -> torch.Tensor:
+def repack_accepted_reference(rows: Tensor, nodes: Tensor, num_accepted: Tensor) -> Tensor:
     """The same gather by indexing: rows [B,N,F] -> [B,D+1,F]."""
     step = torch.arange(nodes.shape[1], device=nodes.device)  # [D+1]
     taken = torch.minimum(step, num_accepted[:, None]).clamp(min=0).long()  # [B,D+1]

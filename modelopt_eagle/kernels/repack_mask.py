@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.dispatch import TritonKernel, choose_backend, require, require_integers, warps_for
 
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 MAX_BLOCK = 4096  # words moved between two barriers
 
 
-def repack_mask(
-    buffer: torch.Tensor, rows: torch.Tensor | int, width: int | None = None, *, backend: str = "auto"
-) -> torch.Tensor:
+def repack_mask(buffer: Tensor, rows: Tensor | int, width: int | None = None, *, backend: str = "auto") -> Tensor:
     """Move the used rows of a padded mask buffer together, in place.
 
     Args:
@@ -59,7 +58,7 @@ def repack_mask(
 
 
 @torch.library.custom_op("modelopt_eagle::repack_mask", mutates_args={"buffer"})
-def _repack_mask_op(buffer: torch.Tensor, rows: torch.Tensor | None, limit: int, width: int, backend: str) -> None:
+def _repack_mask_op(buffer: Tensor, rows: Tensor | None, limit: int, width: int, backend: str) -> None:
     """``rows`` None: ``limit`` rows of every request; else ``rows`` [B], none above ``limit``."""
     batch, most, words = buffer.shape
     if rows is not None and rows.device.type == "cpu":
@@ -81,7 +80,7 @@ def _(buffer, rows, limit, width, backend):
     return None
 
 
-def repack_mask_reference(buffer: torch.Tensor, rows: torch.Tensor | None, limit: int, width: int) -> None:
+def repack_mask_reference(buffer: Tensor, rows: Tensor | None, limit: int, width: int) -> None:
     """The same move with a copy of the tight words on the side."""
     line = torch.arange(buffer.shape[1], device=buffer.device).expand(buffer.shape[:2])  # [B,Nmax]
     used = line < (limit if rows is None else rows[:, None])  # [B,Nmax]

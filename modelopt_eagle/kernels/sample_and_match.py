@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.build_tree import DraftTree
 from modelopt_eagle.kernels.dispatch import TritonKernel, choose_backend, power_of_two, warps_for
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 
 def sample_and_match(
     tree: DraftTree,
-    target_probs: torch.Tensor,
-    uniforms: torch.Tensor,
-    tree_valid: torch.Tensor | None = None,
+    target_probs: Tensor,
+    uniforms: Tensor,
+    tree_valid: Tensor | None = None,
     *,
     debug: bool = False,
     backend: str = "auto",
@@ -81,14 +82,14 @@ def sample_and_match(
 
 @torch.library.custom_op("modelopt_eagle::sample_and_match", mutates_args=())
 def _sample_and_match_op(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    target_probs: torch.Tensor,
-    uniforms: torch.Tensor,
-    tree_valid: torch.Tensor | None,
+    tokens: Tensor,
+    parents: Tensor,
+    target_probs: Tensor,
+    uniforms: Tensor,
+    tree_valid: Tensor | None,
     depth: int,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if choose_backend(backend, tokens.device) == "reference":
         return sample_and_match_reference(tokens, parents, target_probs, uniforms, tree_valid, depth)
     accepted = empty_accepted(tokens, depth)

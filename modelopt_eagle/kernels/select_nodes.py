@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.dispatch import TritonKernel, choose_backend, power_of_two, require, warps_for
 
@@ -27,7 +28,7 @@ def row_block(history: int) -> int:
     return min(power_of_two(history), MAX_BLOCK)
 
 
-def select_nodes(scores: torch.Tensor, count: int, *, backend: str = "auto") -> torch.Tensor:
+def select_nodes(scores: Tensor, count: int, *, backend: str = "auto") -> Tensor:
     """Flat ids of the best ``count`` scores of each row, in ascending id order.
 
     Args:
@@ -49,7 +50,7 @@ def select_nodes(scores: torch.Tensor, count: int, *, backend: str = "auto") -> 
 
 
 @torch.library.custom_op("modelopt_eagle::select_nodes", mutates_args=())
-def _select_nodes_op(scores: torch.Tensor, count: int, backend: str) -> torch.Tensor:
+def _select_nodes_op(scores: Tensor, count: int, backend: str) -> Tensor:
     if choose_backend(backend, scores.device) == "reference":
         return select_nodes_reference(scores, count)
     batch, history = scores.shape
@@ -68,7 +69,7 @@ def _(scores, count, backend):
     return scores.new_empty(scores.shape[0], count, dtype=torch.int32)
 
 
-def select_nodes_reference(scores: torch.Tensor, count: int) -> torch.Tensor:
+def select_nodes_reference(scores: Tensor, count: int) -> Tensor:
     """The same rule by two stable sorts: by score, then NaN behind the rest. [B,H] -> [B,count] int32."""
     scores = scores.float() + 0.0  # [B,H]  -0.0 becomes 0.0
     missing = scores.isnan()  # [B,H]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.kernels.build_tree import DraftTree
 from modelopt_eagle.kernels.dispatch import (
@@ -36,13 +37,13 @@ class Accepted:
     root first, padded with -1. tokens [B,D+1]: the ``num_accepted + 1`` tokens to emit, padded with -1.
     """
 
-    num_accepted: torch.Tensor
-    nodes: torch.Tensor
-    tokens: torch.Tensor
+    num_accepted: Tensor
+    nodes: Tensor
+    tokens: Tensor
 
 
 def verify_greedy(
-    tree: DraftTree, target_predict: torch.Tensor, tree_valid: torch.Tensor | None = None, *, backend: str = "auto"
+    tree: DraftTree, target_predict: Tensor, tree_valid: Tensor | None = None, *, backend: str = "auto"
 ) -> Accepted:
     """Accept the longest path of each tree that the target itself would have taken.
 
@@ -67,7 +68,7 @@ def verify_greedy(
     )
 
 
-def check_tree(tree: DraftTree, tree_valid: torch.Tensor | None) -> None:
+def check_tree(tree: DraftTree, tree_valid: Tensor | None) -> None:
     """Raise DecodingError unless the tree's tensors and ``tree_valid`` fit together (shapes and dtypes only)."""
     require(tree.tokens.dim() == 2, lambda: f"tree.tokens must have shape [B, N], found {list(tree.tokens.shape)}")
     batch, nodes = tree.tokens.shape
@@ -80,13 +81,13 @@ def check_tree(tree: DraftTree, tree_valid: torch.Tensor | None) -> None:
 
 @torch.library.custom_op("modelopt_eagle::verify_greedy", mutates_args=())
 def _verify_greedy_op(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    target_predict: torch.Tensor,
-    tree_valid: torch.Tensor | None,
+    tokens: Tensor,
+    parents: Tensor,
+    target_predict: Tensor,
+    tree_valid: Tensor | None,
     depth: int,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     if choose_backend(backend, tokens.device) == "reference":
         return verify_greedy_reference(tokens, parents, target_predict, tree_valid, depth)
     accepted = empty_accepted(tokens, depth)
@@ -107,7 +108,7 @@ def _(tokens, parents, target_predict, tree_valid, depth, backend):
     return empty_accepted(tokens, depth)
 
 
-def empty_accepted(tokens: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_accepted(tokens: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised tensors of Accepted's fields, in their order."""
     batch, device = tokens.shape[0], tokens.device
     return (
@@ -123,12 +124,12 @@ def find_child_reference(tokens, parents, node, token):
     return match.to(torch.int8).argmax(dim=1), match.any(dim=1)
 
 
-def nobody(walking: torch.Tensor) -> bool:
+def nobody(walking: Tensor) -> bool:
     """Whether no row walks on, so that a reference on the CPU may stop; a GPU is not waited for: always False."""
     return walking.device.type == "cpu" and not bool(walking.any())
 
 
-def accepted_fields(path: list[torch.Tensor], out: list[torch.Tensor], depth: int) -> tuple[torch.Tensor, ...]:
+def accepted_fields(path: list[Tensor], out: list[Tensor], depth: int) -> tuple[Tensor, ...]:
     """Accepted's fields from the nodes and tokens of each step [B], -1 after a row's end; ended steps are added."""
     padding = (0, depth + 1 - len(path))
     nodes = torch.nn.functional.pad(torch.stack(path, dim=1), padding, value=-1).to(torch.int32)  # [B,D+1]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_eagle.errors import TargetError
 
@@ -49,7 +48,7 @@ class LayerCapture:
         self._backbone, self._layers, self._width = backbone, layers, width
         self._next_input = next_input
         self._handles: list = []
-        self._buffer: torch.Tensor | None = None
+        self._buffer: Tensor | None = None
         self._missing = set(self.layer_ids)
 
     def __enter__(self) -> LayerCapture:
@@ -71,7 +70,7 @@ class LayerCapture:
         self._handles.clear()
 
     @property
-    def aux_hidden(self) -> torch.Tensor:
+    def aux_hidden(self) -> Tensor:
         """Outputs [B, S, A·Ht] of the last forward pass, side by side in ascending layer order, the model's dtype.
 
         Raises:
@@ -105,22 +104,22 @@ class LayerCapture:
                 return
             if self._buffer is None:
                 shape = (*hidden.shape[:-1], len(self.layer_ids) * self._width)
-                self._buffer = hidden.new_empty(shape)  # [B,S,A*Ht]
+                self._buffer = hidden.new_empty(shape)  # [B,S,A·Ht]
             self._buffer[..., slot * self._width : (slot + 1) * self._width] = hidden
 
         return hook
 
-    def _hidden(self, output, layer_id: int) -> torch.Tensor:
+    def _hidden(self, output, layer_id: int) -> Tensor:
         """The hidden state [B,S,Ht] inside what a layer returned."""
         parts = output if isinstance(output, (tuple, list)) else (output,)
         hidden = parts[0] if parts else None
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[-1] != self._width:
-            found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[-1] != self._width:
+            found = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
             raise TargetError(
                 f"layer {layer_id} ({type(self._layers[layer_id]).__name__}): expected an output of "
                 f"[batch, tokens, {self._width}], found {found}; EAGLE-3 needs layers with one residual stream"
             )
-        if len(parts) > 1 and isinstance(parts[1], torch.Tensor) and parts[1].shape == hidden.shape:
+        if len(parts) > 1 and isinstance(parts[1], Tensor) and parts[1].shape == hidden.shape:
             hidden = hidden + parts[1]
         return hidden if self._gradient else hidden.detach()
 

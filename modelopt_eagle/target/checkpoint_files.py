@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.identity import folder_fingerprint
@@ -52,7 +53,7 @@ class CheckpointFiles:
         """Shape of a tensor, without reading it."""
         return tuple(self._handle(key).get_slice(key).get_shape())
 
-    def tensor(self, key: str) -> torch.Tensor:
+    def tensor(self, key: str) -> Tensor:
         """Read one tensor, in the dtype it is stored in."""
         if key not in self._file_of:
             raise TargetError(f"{self.place}: expected a tensor {key}, found none")

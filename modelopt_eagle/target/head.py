@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class TargetHead:
         cap: bound of the logits, or None.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    weight: Tensor
+    bias: Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
-    def from_config(cls, config, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TargetHead:
+    def from_config(cls, config, weight: Tensor, bias: Tensor | None = None) -> TargetHead:
         """Build the head of a model from its text config and its tables (``weight`` [V, Ht], ``bias`` [V] or None)."""
         scale = 1.0
         if getattr(config, "logit_scale", None) is not None:
@@ -39,7 +40,7 @@ class TargetHead:
         cap = getattr(config, "final_logit_softcapping", None)
         return cls(weight, bias, scale, None if not cap else float(cap))
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of post-norm hidden states [..., Ht], in the dtype of ``weight``."""
         logits = torch.nn.functional.linear(hidden.to(self.weight), self.weight, self.bias)  # [..., V]
         if self.scale != 1.0:
@@ -48,7 +49,7 @@ class TargetHead:
             logits = self.cap * torch.tanh(logits / self.cap)
         return logits
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids: Tensor) -> Tensor:
         """The rows [n, Ht] of the weight for target token ids [n] (a copy, in the dtype of the table)."""
         return self.weight[ids.to(self.weight.device)]
 

@@ -142,7 +142,7 @@ def architecture_of(target: Any) -> str | None:
 
     for config in (getattr(getattr(target, "model", None), "config", None), getattr(target, "config", None)):
         names = getattr(config, "architectures", None) or ()
-        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", None))
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(getattr(config, "model_type", None) or "")
         if names or known:
             return str(names[0] if names else known)
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_eagle.common.package import require_extra
@@ -119,7 +119,7 @@ class TargetAdapter:
                 else:
                     layer.forward = before
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
         """Take weights that :meth:`save` wrote.
 
         Raises:
@@ -214,7 +214,7 @@ def find_adapter(path: str | Path) -> Path:
     )
 
 
-def read_adapter(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """``(config, tensors)`` of a PEFT folder.
 
     Raises:

@@ -192,7 +192,7 @@ class Target:
             raise TargetError(f"{self.name} refused the images that its own processor made: {error}") from error
         finally:
             handle.remove()
-        return TargetOutput(captured.aux_hidden.to(outputs[-1].device), outputs[-1])  # [B,S,A*Ht], [B,S,Ht]
+        return TargetOutput(captured.aux_hidden.to(outputs[-1].device), outputs[-1])  # [B,S,A·Ht], [B,S,Ht]
 
     def logits(self, final_hidden: Tensor) -> Tensor:
         """Logits [..., V] of post-norm hidden states [..., Ht]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import ImageError, TargetError
@@ -92,9 +92,7 @@ class VisionProcessor:
             )
         return [entry["replacement"] for entry in offsets[0]], output["input_ids"][0].tolist()
 
-    def inputs(
-        self, text: str, pictures: Sequence, length: int | None = None
-    ) -> tuple[list[int], dict[str, torch.Tensor]]:
+    def inputs(self, text: str, pictures: Sequence, length: int | None = None) -> tuple[list[int], dict[str, Tensor]]:
         """Ids of the whole text, and what the target's forward takes beside its first ``length`` ids.
 
         Args:
@@ -108,7 +106,7 @@ class VisionProcessor:
         ids = output["input_ids"][0].tolist()
         tensors = {}
         for name, value in output.items():
-            if name in _NOT_INPUTS or not isinstance(value, torch.Tensor):
+            if name in _NOT_INPUTS or not isinstance(value, Tensor):
                 continue
             by_token = value.dim() == 2 and tuple(value.shape) == (1, len(ids)) and name.endswith("type_ids")
             tensors[name] = value[:, :length] if by_token else value

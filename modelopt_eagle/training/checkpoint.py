@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from modelopt_eagle.common.files import disk_trouble, flush_folder, read_json, write_whole
 from modelopt_eagle.common.folders import flush_tree
@@ -57,11 +58,11 @@ class Checkpoint:
 
     folder: Path
     step: int
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
     optimizers: list[dict]
     rng: dict
     state: dict
-    adapter: dict[str, torch.Tensor] | None = None
+    adapter: dict[str, Tensor] | None = None
 
 
 class CheckpointFolder:

@@ -78,7 +78,7 @@ class Rows:
         return TokenRow(self._reader.row_ids[place], ids, supervised)
 
     def row(self, number: int, aux_out: Tensor | None = None, final_out: Tensor | None = None) -> FeatureRow:
-        """Row ``number`` of the selection, its states in two places [s, A*Ht] and [s, Ht] if they are given."""
+        """Row ``number`` of the selection, its states in two places [s, A·Ht] and [s, Ht] if they are given."""
         place = self._numbers[number]
         if aux_out is None:
             return cut(self._reader.row(place), self._window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_ids
 from modelopt_eagle.draft import DraftConfig, DraftVocab
@@ -70,8 +70,8 @@ def check_head(recipe: Recipe, tables: TableTarget, aux_layer_ids) -> None:
 def continued_head(
     recipe: Recipe,
     identity: TargetIdentity,
-    embedding: torch.Tensor | None = None,
-    lm_head: torch.Tensor | None = None,
+    embedding: Tensor | None = None,
+    lm_head: Tensor | None = None,
 ) -> DraftModule:
     """The head at ``model.draft_init``, of whatever tool; its sizes, layers and vocabulary map are kept.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.training.loss import LossOutput
 
@@ -24,8 +25,8 @@ class Meter:
     def reset(self) -> None:
         """Begin anew."""
         self.steps = self.tokens = 0
-        self._sums: torch.Tensor | None = None
-        self._drift: torch.Tensor | None = None
+        self._sums: Tensor | None = None
+        self._drift: Tensor | None = None
         self._since = time.monotonic()
 
     def add(self, output: LossOutput) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.layers import check_layer_ids
 from modelopt_eagle.common.package import require_extra
@@ -227,7 +228,7 @@ def layer_ids(recipe: Recipe, config, head: DraftModule | None = None) -> tuple[
     return check_layer_ids(wanted, layers)
 
 
-def parity_sample(target, length: int = 32) -> torch.Tensor:
+def parity_sample(target, length: int = 32) -> Tensor:
     """``[1, length]`` token ids to compare the rebuilt logits on, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, target.vocab_size, (1, length), generator=generator)

@@ -47,7 +47,7 @@ class Speed:
 
     @property
     def break_even(self) -> float:
-        """The acceptance length from which drafting pays: a step's cost in plain steps (B140)."""
+        """The acceptance length from which drafting pays: a step's cost in plain steps."""
         spent = self.draft_step + self.verify_step + self.other_step
         return spent / self.plain_step if self.plain_step else float("inf")
 

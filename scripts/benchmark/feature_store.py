@@ -52,7 +52,7 @@ def write_store(folder: Path, args: argparse.Namespace) -> float:
     """Rows of random states, a third of the tokens supervised; returns seconds spent writing."""
     contract = FeatureContract("random", None, (1, 2, 3), True, args.dtype, None, None, args.hidden, 1000)
     count = -(-args.tokens // args.length)
-    aux = torch.randn(args.length, 3 * args.hidden)  # [s,A*Ht], the same in every row: only its bytes matter
+    aux = torch.randn(args.length, 3 * args.hidden)  # [s,A·Ht], the same in every row: only its bytes matter
     final = torch.randn(args.length, args.hidden)  # [s,Ht]
     prefix = torch.randint(1000, (args.prefix,))
     begun = time.perf_counter()

@@ -77,7 +77,7 @@ class Slices:
     def features(self, rows) -> Iterator:
         """See ``features.dump.BackEnd``."""
         for number, row in enumerate(self._made):
-            aux = row.aux_hidden.unflatten(-1, (self._count, -1))[:, self._places].flatten(-2)  # [s, A*Ht]
+            aux = row.aux_hidden.unflatten(-1, (self._count, -1))[:, self._places].flatten(-2)  # [s, A·Ht]
             yield number, replace(row, aux_hidden=aux.contiguous())
 
 

@@ -23,7 +23,7 @@ AUX = (1, 3, 4)
 
 @pytest.fixture(scope="module")
 def target_states(tiny_target, dataset):
-    """(row, aux [s,A*Ht], post-norm [s,Ht], pre-norm [s,Ht]) of every row."""
+    """(row, aux [s,A·Ht], post-norm [s,Ht], pre-norm [s,Ht]) of every row."""
     last = tiny_target.num_layers - 1
     result = []
     for row in dataset.rows:

@@ -141,8 +141,8 @@ class DraftLoop(RoundLoop):
         cos, sin = module.rotary(positions, self._positions)  # [B,m,d/2]
         cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
         weight = module.fc.weight
-        state = module.fuse(aux_hidden.to(weight.dtype)).flatten(0, 1)  # [B*m,H]
-        embedding = module.embed(tokens, self.embedding).to(weight.dtype).flatten(0, 1)  # [B*m,H]
+        state = module.fuse(aux_hidden.to(weight.dtype)).flatten(0, 1)  # [B·m,H]
+        embedding = module.embed(tokens, self.embedding).to(weight.dtype).flatten(0, 1)  # [B·m,H]
         ends = torch.tensor([b * count + c - 1 for b, c in enumerate(counts)], device=device)  # [B] last rows
         slot = torch.arange(limit, device=device)  # [W]
         for index, layer in enumerate(module.layers):
@@ -168,7 +168,7 @@ class DraftLoop(RoundLoop):
                 near = slot[:width] > asking - self.window  # [B or 1,m or 1,W]
                 visible = near if visible is None else visible & near
             attention = self.cache.attend(index, q.unflatten(0, (batch, rows)), visible, width, layer.scale)
-            state = layer.combine(attention.flatten(0, 1), residual)  # [B,H], or [B*m,H] below the last layer
+            state = layer.combine(attention.flatten(0, 1), residual)  # [B,H], or [B·m,H] below the last layer
         return state
 
     def _commit(self, layer: int, k: Tensor, v: Tensor, starts, counts, positions) -> None:
@@ -226,12 +226,12 @@ class DraftLoop(RoundLoop):
         flat = torch.arange(topk, device=device).expand(batch, -1)  # [B,T] flat ids of the survivors
         best, node = scores[0], tokens[0]  # [B,T] their scores and tokens
         state = self.module.next_state(output)[:, None].expand(-1, topk, -1)  # [B,T,H] their parents' output
-        sees = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)  # [B,T,layers*T]
+        sees = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)  # [B,T,layers·T]
         for layer in range(1, depth):
             parents.append(flat)
             output = self._later(node, state, where, layer, sees)  # [B,T,H]
             value, token = self._candidates(output, topk)  # [B,T,T]
-            value = (value + best[..., None]).flatten(1)  # [B,T*T]
+            value = (value + best[..., None]).flatten(1)  # [B,T·T]
             token = token.flatten(1)
             scores.append(value)
             tokens.append(token)
@@ -242,7 +242,7 @@ class DraftLoop(RoundLoop):
             flat = history_size(topk, layer) + order
             carried = self.module.next_state(output)  # [B,T,H]
             state = carried.gather(1, origin[..., None].expand_as(carried))
-            above = sees.gather(1, origin[..., None].expand_as(sees))  # [B,T,layer*T]
+            above = sees.gather(1, origin[..., None].expand_as(sees))  # [B,T,layer·T]
             sees = torch.cat((above, torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)), -1)
         return TreeHistory(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
 
@@ -305,7 +305,7 @@ class DraftLoop(RoundLoop):
         for index, part in enumerate(module.layers):
             q, k, v, residual = part.project(embedding if index == 0 else None, state, cos, sin)
             self.cache.write(index, k, v, place)
-            attention = self.cache.attend(index, q, visible, width, part.scale)  # [B,n,h*dv]
+            attention = self.cache.attend(index, q, visible, width, part.scale)  # [B,n,h·dv]
             state = part.combine(attention, residual)  # [B,n,H]
         return state
 

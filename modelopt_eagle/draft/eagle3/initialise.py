@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.draft.module import EagleModule
@@ -66,7 +66,7 @@ def _copy_layer(layer, source: nn.Module, width: int, first: bool) -> None:
     layer.post_attention_layernorm.weight.copy_(norm_weight(_part(source, "post_attention_layernorm"), width))
 
 
-def norm_weight(norm: nn.Module, width: int) -> torch.Tensor:
+def norm_weight(norm: nn.Module, width: int) -> Tensor:
     """``[H]`` factor that a root-mean-square norm applies, however its parameter is written (``w`` or ``1 + w``)."""
     reference = next(norm.parameters())
     return norm(torch.ones(1, width, device=reference.device, dtype=reference.dtype)).squeeze(0).float().cpu()
@@ -83,7 +83,7 @@ def _part(source: nn.Module, path: str) -> Any:
         ) from None
 
 
-def _copy(own: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+def _copy(own: Tensor, theirs: Tensor, name: str) -> None:
     if own.shape != theirs.shape:
         raise RecipeError(
             f"eagle.init: target: {name} is {list(theirs.shape)} in the target, the head's is {list(own.shape)}: leave "

@@ -1,7 +1,7 @@
 """Features from TensorRT-LLM's ``SaveHiddenStatesDecodingConfig``, which writes one file a request.
 
 A file holds a list of one dictionary: ``id``, ``input_ids [s]``, ``hidden_state [s, Ht]`` (post-norm) and
-``aux_hidden_states [s, A*Ht]``. Requests are told apart by their tokens, not by the number in a file's name.
+``aux_hidden_states [s, A·Ht]``. Requests are told apart by their tokens, not by the number in a file's name.
 The engine needs a GPU; everything but the engine call is tested with a recorded file (see docs/features.md).
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import FeatureError
@@ -45,8 +46,8 @@ def open_engine(model: str, aux_layer_ids: Sequence[int], folder: Path, tensor_p
     return lambda prompts: engine.generate(prompts, sampling)
 
 
-def saved_states(path: Path) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
-    """Token ids, aux states [s, A*Ht] and post-norm final states [s, Ht] of one of the engine's files.
+def saved_states(path: Path) -> tuple[tuple[int, ...], Tensor, Tensor]:
+    """Token ids, aux states [s, A·Ht] and post-norm final states [s, Ht] of one of the engine's files.
 
     Raises:
         FeatureError: the file is not laid out as described above.
@@ -63,7 +64,7 @@ def saved_states(path: Path) -> tuple[tuple[int, ...], torch.Tensor, torch.Tenso
 
 def states(
     rows: Sequence, generate: Callable[[list[list[int]]], object], folder: Path
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """States of all rows: run the engine over some, read what it has written, delete it.
 
     Args:
@@ -72,7 +73,7 @@ def states(
         folder: where the engine writes.
 
     Yields:
-        (number of the row, aux states [s, A*Ht], post-norm final states [s, Ht]).
+        (number of the row, aux states [s, A·Ht], post-norm final states [s, Ht]).
 
     Raises:
         FeatureError: a row for which the engine wrote no states, or not one for each token.
@@ -107,7 +108,7 @@ class TrtllmFeatures:
     def __init__(self, model: str, aux_layer_ids: Sequence[int], tensor_parallel_size: int = 1):
         self._model, self._layers, self._parallel = model, aux_layer_ids, tensor_parallel_size
 
-    def states(self, rows: Sequence) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def states(self, rows: Sequence) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See :func:`states`."""
         with tempfile.TemporaryDirectory(prefix="eagle-states-") as folder:
             generate = open_engine(self._model, self._layers, Path(folder), self._parallel)

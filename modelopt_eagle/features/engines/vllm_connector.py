@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -74,7 +75,7 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
         self._group, self._block_size = self._find_group(kv_cache_config)
         self._address = self._kv_transfer_config.get_from_extra_config("address", DEFAULT_ADDRESS)
         self._finished: list[_Finished] = []  # scheduler side
-        self._cache: torch.Tensor | None = None  # worker side, [blocks, A+1, block size, Ht]
+        self._cache: Tensor | None = None  # worker side, [blocks, A+1, block size, Ht]
         self._mailbox: Mailbox | None = None
         self._copies: dict[str, threading.Event] = {}  # worker side: set when the rows have left the device
         self._stream = None
@@ -93,7 +94,7 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker ----
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Find the cache-only layer and open the mailbox (tensor-parallel rank 0 only: all ranks hold the same)."""
         from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 
@@ -180,7 +181,7 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
 
         threading.Thread(target=finish, name="feature-copy", daemon=True).start()
 
-    def _deliver(self, finished: _Finished, rows: torch.Tensor) -> None:
+    def _deliver(self, finished: _Finished, rows: Tensor) -> None:
         layers = [i - 1 for i in self._layer_ids[:-1]]
         message = FeatureMessage(finished.request_id, finished.token_ids, layers, False, rows)
         self._mailbox.put(finished.request_id, message)
@@ -191,7 +192,7 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to load: this connector only hands out."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata, **kwargs: Any) -> None:
         """The cache-only layer has stored the states already; they are copied when the request is finished."""
 
     def wait_for_save(self) -> None:

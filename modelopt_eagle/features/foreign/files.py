@@ -3,10 +3,10 @@
 ====================  =============================================================================================
 format                what a folder holds
 ====================  =============================================================================================
-Model-Optimizer       ``ID.pt`` a conversation: ``input_ids [s]``, ``aux_hidden_states [s, A*Ht]``,
+Model-Optimizer       ``ID.pt`` a conversation: ``input_ids [s]``, ``aux_hidden_states [s, A·Ht]``,
                       ``hidden_states [s, Ht]``; newer ones also ``loss_mask [s]`` and ``hidden_states_prenorm``
 SpecForge             ``rows_A-B/data_N.ckpt`` (or ``.ckpt.gz``): ``input_ids [s]``, ``loss_mask [s]``,
-                      ``aux_hidden_state [1, s, A*Ht]``, ``hidden_state [1, s, Ht]``
+                      ``aux_hidden_state [1, s, A·Ht]``, ``hidden_state [1, s, Ht]``
 speculators           ``hidden_states/hs_N.safetensors``: ``hidden_states [s, A+1, Ht]``, ``token_ids [s]``, beside a
                       ``datasets`` folder with ``input_ids`` and ``loss_mask``; older ones ``data_N.pt`` with a list
                       ``hidden_states`` of A+1 tensors
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import FeatureError
@@ -35,10 +36,10 @@ from modelopt_eagle.features.store.files import map_safetensors
 class ForeignFile:
     """One file's tensors in our names; ``final_is_normed`` is None where the file does not say it."""
 
-    input_ids: torch.Tensor
-    aux_hidden: torch.Tensor
-    final_hidden: torch.Tensor
-    supervised: torch.Tensor | None
+    input_ids: Tensor
+    aux_hidden: Tensor
+    final_hidden: Tensor
+    supervised: Tensor | None
     final_is_normed: bool | None
 
 
@@ -58,7 +59,7 @@ def _load(path: Path) -> dict:
     return value
 
 
-def _take(values: dict, name: str, path: Path, kinds: tuple[type, ...] = (torch.Tensor,)):
+def _take(values: dict, name: str, path: Path, kinds: tuple[type, ...] = (Tensor,)):
     if name not in values:
         raise FeatureError(f"{path} has no {name}; it has {sorted(values)}")
     if not isinstance(values[name], kinds):
@@ -139,14 +140,14 @@ def find_format(folder: str | Path) -> tuple[str, list[Path]]:
     )
 
 
-def arrow_masks(folder: Path) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+def arrow_masks(folder: Path) -> Callable[[int, Tensor], Tensor] | None:
     """Loss masks of a speculators folder by file number, from the data set beside it; None if there is none."""
     place = next((p for p in (folder, folder.parent) if (p / "dataset_info.json").is_file()), None)
     if place is None:
         return None
     rows = require_extra("datasets", "data").load_from_disk(str(place))
 
-    def mask(number: int, ids: torch.Tensor) -> torch.Tensor:
+    def mask(number: int, ids: Tensor) -> Tensor:
         if number >= len(rows):
             raise FeatureError(f"{place} has {len(rows)} rows, none for hs_{number}.safetensors")
         row = rows[number]

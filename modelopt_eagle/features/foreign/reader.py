@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import MODEL_DTYPES, dtype_name
 from modelopt_eagle.common.layers import check_layer_ids
@@ -80,14 +81,14 @@ class ForeignTokens:
             digest.update(f"{name}\0{len(ids)}\0".encode() + ids.numpy().tobytes() + mask.numpy().tobytes())
         return digest.hexdigest()
 
-    def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tokens(self, number: int) -> tuple[Tensor, Tensor]:
         """Token ids [s] int32 and supervised [s] bool of a row, without its states."""
         return self._tokens[number]
 
     def _raw(self, number: int) -> ForeignFile:
         return self._read(self._files[number], self._masks)
 
-    def _scan(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scan(self, number: int) -> tuple[Tensor, Tensor]:
         """Token ids [s] int32 and supervised [s] bool of a file, copied so that it can be let go."""
         raw = self._raw(number)
         ids = raw.input_ids.flatten().int().clone()  # [s]

@@ -8,7 +8,7 @@ tensor             shape, dtype                 is
 row_offsets        [R+1] int64                  row r holds tokens ``row_offsets[r] : row_offsets[r+1]``
 input_ids          [T] int32                    token ids
 supervised         [T] uint8                    1 where the draft is trained to predict this token
-aux_hidden         [U, A*Ht] storage dtype      auxiliary states side by side, in the contract's layer order
+aux_hidden         [U, A·Ht] storage dtype      auxiliary states side by side, in the contract's layer order
 aux_scale          [U, A] float32               fp8 and int8 only: the state of layer a is ``aux_hidden * aux_scale``
 aux_offsets        [R+1] int64                  as row_offsets, for the two tensors above
 prefix_row         [R] int64                    an earlier row of the shard that begins with the same tokens, or -1
@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import STATE_DTYPES
 from modelopt_eagle.errors import FeatureError
@@ -52,7 +53,7 @@ def check_dtype(name: str) -> torch.dtype:
     return STORAGE_DTYPES[name]
 
 
-def shrink(states: torch.Tensor, groups: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def shrink(states: Tensor, groups: int, name: str) -> tuple[Tensor, Tensor | None]:
     """Cast states for storage; fp8 and int8 get one scale for each position and group of columns.
 
     Args:
@@ -79,7 +80,7 @@ def served_dtype(name: str) -> torch.dtype:
     return torch.float32 if name in _LARGEST else check_dtype(name)
 
 
-def restore(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def restore(stored: Tensor, scale: Tensor | None) -> Tensor:
     """States as floating point: the stored ones as they are, or float32 times their scales.
 
     Args:
@@ -95,7 +96,7 @@ CACHE_BYTES = 256 * 2**10
 """States with scales are widened in pieces of so many bytes, which stay in the processor's cache between passes."""
 
 
-def restore_into(out: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def restore_into(out: Tensor, stored: Tensor, scale: Tensor | None) -> Tensor:
     """Write states into ``out`` [n, groups*width] of any floating dtype, which is returned; see :func:`restore`."""
     if scale is None:
         return out.copy_(stored)
@@ -113,7 +114,7 @@ def restore_into(out: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | 
     return out
 
 
-def widen_e4m3(out: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+def widen_e4m3(out: Tensor, stored: Tensor) -> Tensor:
     """Finite float8_e4m3fn as float32, exactly, several times faster than ``stored.float()`` on a CPU.
 
     Exponent and mantissa are moved to their places in a float32, whose exponent counts from 127 in place of 7: the
@@ -129,7 +130,7 @@ def widen_e4m3(out: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return out.mul_(2.0**120)
 
 
-def encode_row(row: FeatureRow, contract: FeatureContract) -> dict[str, torch.Tensor]:
+def encode_row(row: FeatureRow, contract: FeatureContract) -> dict[str, Tensor]:
     """The tensors of one row on the CPU, as a shard holds them.
 
     Raises:
@@ -158,18 +159,18 @@ def encode_row(row: FeatureRow, contract: FeatureContract) -> dict[str, torch.Te
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def row_bytes(tensors: dict[str, torch.Tensor]) -> int:
+def row_bytes(tensors: dict[str, Tensor]) -> int:
     """Bytes that an encoded row adds to a shard."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def drop_prefix(encoded: dict[str, torch.Tensor], row: int, length: int) -> dict[str, torch.Tensor]:
+def drop_prefix(encoded: dict[str, Tensor], row: int, length: int) -> dict[str, Tensor]:
     """An encoded row without its first aux states, which are those of an earlier row of the shard."""
     own = {name: encoded[name][length:] for name in AUX_TENSORS if name in encoded}
     return {**encoded, **own, "prefix": torch.tensor([row, length])}
 
 
-def join_rows(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def join_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of a shard from its encoded rows, which must all hold the same kinds of tensors."""
     kinds = {name for name in rows[0] if name != "prefix"}
     if any(set(row) - {"prefix"} != kinds for row in rows):
@@ -192,11 +193,11 @@ def join_rows(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     return shard
 
 
-def _span(shard: dict[str, torch.Tensor], offsets: str, number: int) -> slice:
+def _span(shard: dict[str, Tensor], offsets: str, number: int) -> slice:
     return slice(*shard[offsets][number : number + 2].tolist())
 
 
-def aux_parts(shard: dict[str, torch.Tensor], number: int, length: int) -> list[slice]:
+def aux_parts(shard: dict[str, Tensor], number: int, length: int) -> list[slice]:
     """Spans of ``aux_hidden`` that hold the first ``length`` aux states of a row, in order."""
     if "aux_offsets" not in shard:
         start = int(shard["row_offsets"][number])
@@ -208,8 +209,8 @@ def aux_parts(shard: dict[str, torch.Tensor], number: int, length: int) -> list[
     return parts
 
 
-def read_aux(shard: dict[str, torch.Tensor], number: int, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The first aux states [length, A*Ht] of a row, written into ``out`` if it is given.
+def read_aux(shard: dict[str, Tensor], number: int, length: int, out: Tensor | None = None) -> Tensor:
+    """The first aux states [length, A·Ht] of a row, written into ``out`` if it is given.
 
     Without ``out`` those of a float32 or bfloat16 row that lie in one piece are a view of the shard.
     """
@@ -227,9 +228,7 @@ def read_aux(shard: dict[str, torch.Tensor], number: int, length: int, out: torc
     return out
 
 
-def read_final(
-    shard: dict[str, torch.Tensor], number: int, supervised: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def read_final(shard: dict[str, Tensor], number: int, supervised: Tensor, out: Tensor | None = None) -> Tensor:
     """Final states [s, Ht] of a row, zero where none is stored, written into ``out`` if it is given.
 
     Args:
@@ -251,7 +250,7 @@ def read_final(
     return out
 
 
-def runs(flags: torch.Tensor) -> list[tuple[int, int]]:
+def runs(flags: Tensor) -> list[tuple[int, int]]:
     """(first, one past the last) of each run of True in [s] bool."""
     places = flags.nonzero().flatten().tolist()
     edges = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
@@ -259,17 +258,17 @@ def runs(flags: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def decode_row(
-    shard: dict[str, torch.Tensor],
+    shard: dict[str, Tensor],
     number: int,
     row_id: str,
     category: str,
-    aux_out: torch.Tensor | None = None,
-    final_out: torch.Tensor | None = None,
+    aux_out: Tensor | None = None,
+    final_out: Tensor | None = None,
 ) -> FeatureRow:
     """Row ``number`` of a shard's tensors.
 
     Args:
-        aux_out, final_out: [s, A*Ht] and [s, Ht] of any floating dtype, to be filled with the states; without them
+        aux_out, final_out: [s, A·Ht] and [s, Ht] of any floating dtype, to be filled with the states; without them
             aux states are views of the shard where they can be.
     """
     at = _span(shard, "row_offsets", number)
@@ -287,7 +286,7 @@ def decode_row(
         category=category,
         input_ids=shard["input_ids"][at].long(),
         supervised=supervised,
-        aux_hidden=read_aux(shard, number, len(supervised), aux_out),  # [s,A*Ht]
+        aux_hidden=read_aux(shard, number, len(supervised), aux_out),  # [s,A·Ht]
         final_hidden=read_final(shard, number, supervised, final_out),  # [s,Ht]
         target_top1=spread("target_top1", -1, torch.long),
         target_logsumexp=spread("target_logsumexp", 0.0, torch.float32),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from modelopt_eagle.common.files import disk_trouble, file_lock, write_whole
 from modelopt_eagle.common.strict_json import parse_json
@@ -98,7 +99,7 @@ LARGEST_HEADER = 100_000_000
 """Bytes of a safetensors header at most, as in the safetensors library."""
 
 
-def map_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def map_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Map a safetensors file; the pages are read when they are used, and the file handle is closed at once.
 
     Returns:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow
@@ -44,7 +44,7 @@ class StoreReader:
         if verify not in ("open", "read"):
             raise FeatureError(f"verify={verify!r} is not known; choose 'open' or 'read'")
         self.folder, self._verify = Path(folder), verify
-        self._mapped: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._mapped: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._checked: set[str] = set()
         self._lock = threading.Lock()
         self.refresh()
@@ -87,7 +87,7 @@ class StoreReader:
     def __len__(self) -> int:
         return len(self._places)
 
-    def _open(self, entry: ShardEntry) -> dict[str, torch.Tensor]:
+    def _open(self, entry: ShardEntry) -> dict[str, Tensor]:
         """The shard's tensors, checked at their first use."""
         with self._lock:
             if entry.file in self._mapped:
@@ -102,14 +102,12 @@ class StoreReader:
                 self._mapped.popitem(last=False)
         return shard
 
-    def row(
-        self, number: int, aux_out: torch.Tensor | None = None, final_out: torch.Tensor | None = None
-    ) -> FeatureRow:
+    def row(self, number: int, aux_out: Tensor | None = None, final_out: Tensor | None = None) -> FeatureRow:
         """Row ``number`` of this store (not of the data set: see ``indices``).
 
         Args:
             number: from 0 to ``len(reader) - 1``.
-            aux_out, final_out: [s, A*Ht] and [s, Ht] of any floating dtype, to be filled with the states; see
+            aux_out, final_out: [s, A·Ht] and [s, Ht] of any floating dtype, to be filled with the states; see
                 :func:`~modelopt_eagle.features.store.codec.decode_row`.
 
         Raises:
@@ -119,7 +117,7 @@ class StoreReader:
         entry = self.shards[shard_number]
         return decode_row(self._open(entry), row, entry.row_ids[row], entry.categories[row], aux_out, final_out)
 
-    def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tokens(self, number: int) -> tuple[Tensor, Tensor]:
         """Token ids [s] int32 and supervised [s] bool of a row, without its states.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.common.strict_json import parse_json
@@ -28,7 +29,7 @@ def check_size(folder: Path, entry: ShardEntry) -> None:
         raise FeatureError(f"shard {path} is cut or altered: {entry.bytes:,} bytes expected, {size:,} found; {REMEDY}")
 
 
-def open_shard(folder: Path, entry: ShardEntry, contract: FeatureContract, checksum: bool) -> dict[str, torch.Tensor]:
+def open_shard(folder: Path, entry: ShardEntry, contract: FeatureContract, checksum: bool) -> dict[str, Tensor]:
     """Map a shard and check it against its manifest entry.
 
     Args:
@@ -60,7 +61,7 @@ def open_shard(folder: Path, entry: ShardEntry, contract: FeatureContract, check
     return shard
 
 
-def check_prefixes(path: Path, shard: dict[str, torch.Tensor]) -> None:
+def check_prefixes(path: Path, shard: dict[str, Tensor]) -> None:
     """Check that every row finds all its aux states: its own span, and those of an earlier row with equal tokens.
 
     Raises:
@@ -84,7 +85,7 @@ def check_prefixes(path: Path, shard: dict[str, torch.Tensor]) -> None:
         raise FeatureError(f"shard {path}: row {number} names a prefix that no earlier row has; {REMEDY}")
 
 
-def check_finite(path: Path, shard: dict[str, torch.Tensor]) -> None:
+def check_finite(path: Path, shard: dict[str, Tensor]) -> None:
     """Look for NaN and infinity in a shard's states and scales, at every position.
 
     Args:
@@ -111,7 +112,7 @@ _POSITIONS = 4096
 """Positions looked at at a time."""
 
 
-def _is_finite(states: torch.Tensor) -> torch.Tensor:
+def _is_finite(states: Tensor) -> Tensor:
     """[p, width] bool; float8_e4m3fn has no infinity, and one pattern of bits for NaN, with either sign."""
     if states.dtype == torch.float8_e4m3fn:
         return states.view(torch.uint8) & 0x7F != 0x7F

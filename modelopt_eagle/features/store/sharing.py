@@ -6,7 +6,7 @@ earlier row may itself begin with a prefix of a third one. Nothing reaches outsi
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import STATE_DTYPES
 
@@ -18,13 +18,13 @@ class PrefixIndex:
     """Token ids of the rows of a growing shard, to find an earlier row that begins like a new one."""
 
     def __init__(self):
-        self._rows: list[torch.Tensor] = []
+        self._rows: list[Tensor] = []
         self._nodes: dict[tuple[int, bytes], tuple[int, int]] = {}  # (node, next block) -> (node, first row there)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, input_ids: torch.Tensor) -> tuple[int, int]:
+    def add(self, input_ids: Tensor) -> tuple[int, int]:
         """Take in a row.
 
         Args:
@@ -50,9 +50,7 @@ class PrefixIndex:
         return row, int(differing[0]) if len(differing) else most
 
 
-def segments(
-    prefix_row: torch.Tensor, prefix_length: torch.Tensor, number: int, length: int
-) -> list[tuple[int, int, int]]:
+def segments(prefix_row: Tensor, prefix_length: Tensor, number: int, length: int) -> list[tuple[int, int, int]]:
     """Where the first ``length`` states of a row lie: (row, start, stop), positions of the rows, in order.
 
     Args:
@@ -70,7 +68,7 @@ def segments(
     return parts[::-1]
 
 
-def agreeing(ours: torch.Tensor, theirs: torch.Tensor, groups: int, dtype: str) -> int:
+def agreeing(ours: Tensor, theirs: Tensor, groups: int, dtype: str) -> int:
     """Positions from the first on at which two computations of the same states agree.
 
     A target that looks ahead of a token is off by far more than the tolerance, and its rows share nothing.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FORMAT_VERSION, FeatureContract, FeatureRow
@@ -115,7 +116,7 @@ class StoreWriter:
             ) from error
 
     def _begin_shard(self) -> None:
-        self._pending: list[tuple[int, FeatureRow, dict[str, torch.Tensor]]] = []
+        self._pending: list[tuple[int, FeatureRow, dict[str, Tensor]]] = []
         self._pending_bytes = 0
         self._prefixes = PrefixIndex()
 
@@ -180,7 +181,7 @@ class StoreWriter:
         self._flush_if_full()
         return decode_row(join_rows([whole]), 0, row.row_id, row.category)
 
-    def _take(self, index: int, row: FeatureRow) -> dict[str, torch.Tensor]:
+    def _take(self, index: int, row: FeatureRow) -> dict[str, Tensor]:
         """Encode a row and keep it for the next shard."""
         if index in self.done:
             raise FeatureError(f"row {index} ({row.row_id!r}) is already stored in {self.folder}")
@@ -194,7 +195,7 @@ class StoreWriter:
         if self._pending_bytes >= self._shard_bytes:
             self.flush()
 
-    def _shared(self, encoded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _shared(self, encoded: dict[str, Tensor]) -> dict[str, Tensor]:
         """An encoded row without the aux states that an earlier row of this shard gives it."""
         if not self._share:
             return encoded
@@ -204,11 +205,11 @@ class StoreWriter:
         contract = self._manifest.contract
         ours = {name: part[:length] for name, part in encoded.items() if name in AUX_TENSORS}
         theirs = self._pending_aux(number, length)
-        states = [restore(aux["aux_hidden"], aux.get("aux_scale")) for aux in (ours, theirs)]  # [n,A*Ht] each
+        states = [restore(aux["aux_hidden"], aux.get("aux_scale")) for aux in (ours, theirs)]  # [n,A·Ht] each
         length = agreeing(*states, len(contract.aux_layer_ids), contract.dtype)
         return drop_prefix(encoded, number, length) if length >= BLOCK else encoded
 
-    def _pending_aux(self, number: int, length: int) -> dict[str, torch.Tensor]:
+    def _pending_aux(self, number: int, length: int) -> dict[str, Tensor]:
         """The first aux states of a pending row as they are stored; some may be an earlier row's."""
         parts = []
         while length > 0:

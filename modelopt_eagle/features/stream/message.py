@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.common.dtypes import MODEL_DTYPES, dtype_name
 from modelopt_eagle.common.strict_json import parse_json
@@ -50,7 +51,7 @@ class FeatureMessage:
     token_ids: list[int]
     aux_layer_ids: list[int]
     final_is_normed: bool
-    states: torch.Tensor
+    states: Tensor
     server: str = ""
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 
 import torch
+from torch import Tensor
 
 from modelopt_eagle.errors import MissingExtraError, StreamError
 
@@ -47,7 +48,7 @@ class NixlSender:
 
     def __init__(self):
         self._agent = _new_agent()
-        self._offers: dict[str, tuple[torch.Tensor, object, float]] = {}
+        self._offers: dict[str, tuple[Tensor, object, float]] = {}
 
     def offer(self, payload: bytes) -> dict:
         """Let a trainer read ``payload``; the value of ``nixl`` in the message's header."""

@@ -91,7 +91,7 @@ class StreamedSource(PlannedSource):
             raise StreamError(
                 f"row {row.id!r}: states of width {self.contract.hidden_size} expected, of width {width} found"
             )
-        aux = message.states[:, :-1].flatten(1)  # [s,A*Ht]
+        aux = message.states[:, :-1].flatten(1)  # [s,A·Ht]
         norm = None if message.final_is_normed else self._final_norm
         return finish_row(row, aux, message.states[:, -1], norm, self._head)
 
