@@ -170,6 +170,7 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.kernels.recorder import graph_switch
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.target.lora import merge_adapter
     from modelopt_eagle.validation import measure_acceptance
 
@@ -191,6 +192,7 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
         tokenizer_hash=identity.tokenizer_hash,
         dtype=target.dtype,
     )
+    use_chat_record(target.tokenizer, module.config.extra)
     bar = ProgressBar(len(prompts), "validate", "prompts", log_every=5.0)
     report = measure_acceptance(
         target,

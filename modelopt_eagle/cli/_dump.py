@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from modelopt_eagle.cli._options import json_object
 from modelopt_eagle.common.console import shown
 from modelopt_eagle.common.lists import parse_ids
 from modelopt_eagle.errors import EagleError, FeatureError
@@ -37,6 +38,19 @@ def build_parser(description: str, prog: str | None = None) -> argparse.Argument
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one forward (default 4096)")
     parser.add_argument("--shard-mib", type=float, default=SHARD_BYTES / 2**20, help="of a shard file (default 256)")
     parser.add_argument("--chat-template", help="Jinja template, or a file with one, in place of the target's own")
+    parser.add_argument(
+        "--template-arguments",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false}',
+    )
+    parser.add_argument(
+        "--template-date",
+        metavar="YYYY-MM-DD",
+        help="what a template that prints the date is told; default: the store's own, or today where it is begun",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenise (default 1)")
     parser.add_argument("--revision", help="branch, tag or commit of the target on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run model code from the checkpoint")
     parser.add_argument(
@@ -71,6 +85,28 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     return None if ids is None else tuple(sorted(ids))
 
 
+def use_template(args: argparse.Namespace, back_end: BackEnd) -> None:
+    """Render with the arguments and the date of the command line; the date is kept in the store.
+
+    Raises:
+        DataError: an argument or a date that cannot be used.
+    """
+    from dataclasses import replace
+
+    from modelopt_eagle.target.chat import asks_for_date, keep_date, kept_date, set_chat_settings, today
+    from modelopt_eagle.target.identity import template_hash
+
+    template = getattr(back_end.tokenizer, "chat_template", None)
+    date = args.template_date or kept_date(args.output_dir)
+    if date is None and template and asks_for_date(back_end.tokenizer.get_chat_template()):
+        date = today()
+    if date is not None and not args.estimate:
+        keep_date(args.output_dir, date)
+    if args.template_arguments or date is not None:
+        set_chat_settings(back_end.tokenizer, args.template_arguments, date)
+        back_end.contract = replace(back_end.contract, template_hash=template_hash(back_end.tokenizer))
+
+
 def run(parser: argparse.ArgumentParser, open_back_end: Callable[[argparse.Namespace], BackEnd], argv=None) -> int:
     """Parse, dump, report; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     args = parser.parse_args(argv)
@@ -94,11 +130,14 @@ def _run(args: argparse.Namespace, open_back_end: Callable[[argparse.Namespace],
         if getattr(args, name) <= 0:
             raise FeatureError(f"--{name.replace('_', '-')} must be above 0, found {getattr(args, name)}")
     back_end = open_back_end(args)
+    use_template(args, back_end)
     data = prepare_dataset(
         back_end.tokenizer,
         args.input_file,
         max_rows=args.max_rows,
         max_length=args.max_length,
+        target_window=getattr(back_end, "window", None),
+        workers=args.workers,
         overlong=args.overlong,
         end_token_ids=back_end.end_token_ids,
         vision=getattr(back_end, "vision", None),

@@ -10,6 +10,7 @@ BELOW_BOUND = 1
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
+    from modelopt_eagle.cli._options import json_object
     from modelopt_eagle.cli._reading import add_reading_options
 
     parser = argparse.ArgumentParser(prog="ar_validate.py", description=__doc__)
@@ -64,6 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--chat_template", help="a Jinja chat template or a file with one, in place of the target's own"
+    )
+    parser.add_argument(
+        "--template_arguments",
+        type=json_object,
+        metavar="JSON",
+        help='variables of the chat template, such as {"enable_thinking": false}; default: those the head records',
     )
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="run Python code that the target's repository ships"
@@ -165,6 +172,7 @@ def load_pair(arguments: argparse.Namespace):
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.recipe.sections import ModelSection
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.target.identity import tokenizer_hash
     from modelopt_eagle.target.lora import merge_adapter
 
@@ -192,6 +200,9 @@ def load_pair(arguments: argparse.Namespace):
         options=read_options(arguments, target),
         quantised=True,
     )
+    arguments_of_template = arguments.template_arguments
+    record = {**module.config.extra, **({"template_arguments": arguments_of_template} if arguments_of_template else {})}
+    use_chat_record(target.tokenizer, record)
     warn_of_another_template(module, target)
     if "target_adapter" in module.config.extra and arguments.target_adapter is None:
         print(

@@ -100,15 +100,18 @@ def read_data(recipe) -> tuple[int, int, int]:
         report = rows_to_use(found, recipe.data)[1]
         return report.rows, report.tokens, report.supervised
     from modelopt_eagle.data import prepare_dataset
+    from modelopt_eagle.target.chat import set_chat_settings
     from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
     from modelopt_eagle.target.vision import vision_of
 
     model, data = recipe.model, recipe.data
     place, options = resolve(model.base_model), (model.revision, model.trust_remote_code)
     tokenizer = load_tokenizer(place, *options, model.chat_template)
+    set_chat_settings(tokenizer, data.template_arguments, data.template_date)
     report = prepare_dataset(
         tokenizer, data.train_path, unknown_role=data.unknown_role, role_aliases=data.role_aliases,
-        max_rows=data.max_rows, max_length=data.max_length, overlong=data.overlong,
+        max_rows=data.max_rows, max_length=data.max_length, overlong=data.overlong, workers=data.workers,
+        supervise_reasoning=data.supervise_reasoning, supervise_tool_calls=data.supervise_tool_calls,
         vision=vision_of(tokenizer, place, load_config(place, *options), *options),
     ).report  # fmt: skip
     return report.rows, report.tokens, report.supervised

@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.errors import DataError
     from modelopt_eagle.target import load_target
-    from modelopt_eagle.validation.synthesis import SynthesisSettings, prepare_output, synthesize
+    from modelopt_eagle.validation.synthesis import SynthesisSettings, missing_prompts, prepare_output, synthesize
 
     for name in ("max_new_tokens", "batch_size"):
         if getattr(arguments, name) < 1:
@@ -58,8 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise DataError(f"--temperature must be 0 (greedy) or above, found {arguments.temperature}")
     prompts = load_prompts(arguments.input, arguments.num_samples)
     settings = SynthesisSettings(arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed)
-    done = prepare_output(arguments.output, settings)
-    left = sum(prompt.id not in done for prompt in prompts)
+    left = len(missing_prompts(prompts, prepare_output(arguments.output, settings)))
     print(f"{len(prompts)} prompts, {len(prompts) - left} answered before, {left} to do")
     if not left:
         return 0

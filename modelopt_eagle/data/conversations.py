@@ -6,14 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows, rows_in_memory
+from modelopt_eagle.data.files import SHIPPED, SourceRow, read_rows, rows_in_memory
 from modelopt_eagle.data.report import DataReport, RowRejected
 from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, row_id
 from modelopt_eagle.data.tools import tools_of
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.chat import check_arguments
-
-_NAMES: dict[str, str | Path] = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def read_conversations(
     Raises:
         DataError: a file that cannot be read, an unknown role under ``fail``, or no row left.
     """
-    return _collect(read_rows(sources, _NAMES), unknown_role, role_aliases, max_rows)
+    return _collect(read_rows(sources, SHIPPED), unknown_role, role_aliases, max_rows)
 
 
 def conversations_of(

@@ -81,6 +81,7 @@ def tokenize_conversations(
     conversations: ConversationSet | Sequence[Conversation],
     *,
     max_length: int | None = None,
+    target_window: int | None = None,
     overlong: str = "truncate",
     end_token_ids: Sequence[int] = (),
     supervise_cut_ends: bool = False,
@@ -95,6 +96,7 @@ def tokenize_conversations(
         tokenizer: the target's, with its chat template.
         conversations: what :func:`read_conversations` returned; its report is continued.
         max_length: training window in tokens; None: no limit.
+        target_window: positions that the target has; a longer window is set to it, and the header says so.
         overlong: ``"truncate"`` cuts a longer row at its end, ``"drop"`` leaves it out; both are counted.
         end_token_ids: what the target stops at besides the tokenizer's own special tokens (its generation config).
         supervise_cut_ends: also learn the end-of-turn token that a template puts behind answers with
@@ -118,7 +120,9 @@ def tokenize_conversations(
         items, report = conversations.rows, conversations.report
     else:
         items, report = list(conversations), DataReport(read=len(conversations))
-    report = _continued(report, max_length)
+    limited = target_window is not None and (max_length is None or max_length > target_window)
+    max_length = target_window if limited else max_length
+    report = _continued(report, max_length, target_window if limited else None)
     supervision = Supervision(supervise_reasoning, supervise_tool_calls)
     options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends, vision, supervision)
     chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
@@ -261,6 +265,8 @@ def _encode_with_images(tokenizer, row: RenderedRow, special: SpecialTokens, opt
 def _fit(row: TokenizedRow, options: _Options, report: DataReport, place: str) -> TokenizedRow:
     length, window = len(row.input_ids), options.max_length
     if window is not None and length > window:
+        cut = length if options.overlong == "drop" else length - window
+        report.tokens_cut += cut
         if options.overlong == "drop":
             raise RowRejected("too_long", f"{place}: {length} tokens, the window has {window}")
         if row.images is not None and window < row.images.end:
@@ -276,13 +282,14 @@ def _fit(row: TokenizedRow, options: _Options, report: DataReport, place: str) -
     return replace(row, prompt_length=row.supervised.index(True))
 
 
-def _continued(report: DataReport, max_length: int | None) -> DataReport:
+def _continued(report: DataReport, max_length: int | None, target_window: int | None) -> DataReport:
     return DataReport(
         read=report.read,
         dropped=report.dropped.copy(),
         examples=dict(report.examples),
         notes=report.notes.copy(),
         max_length=max_length,
+        target_window=target_window,
     )
 
 
@@ -291,5 +298,5 @@ def _add(report: DataReport, part: DataReport) -> None:
     report.notes += part.notes
     for reason, example in part.examples.items():
         report.examples.setdefault(reason, example)
-    for name in ("rows", "fanned_out", "tokens", "supervised", "truncated"):
+    for name in ("rows", "fanned_out", "tokens", "supervised", "truncated", "tokens_cut"):
         setattr(report, name, getattr(report, name) + getattr(part, name))

@@ -17,10 +17,14 @@ from modelopt_eagle.errors import DataError
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 """Files that the package ships."""
 
+SHIPPED = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
+"""Short names of conversations that the package ships."""
+
 IN_MEMORY = "in-memory"
 """What a recipe says in place of a file where the rows were given in Python."""
 
 _HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
+_NO_FILE = "{source}: no such file; give an existing .jsonl or .json file, or a hub data set as owner/name"
 _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
 
 
@@ -69,12 +73,35 @@ def read_rows(
             raise DataError(f"{source} is a folder; a .jsonl or .json file was expected (several files may be listed)")
         if path.is_file():
             yield from _numbered(_read_file(path), number)
-        elif _HUB_NAME.match(str(source)) and not str(source).split(":")[0].endswith(_FILE_ENDINGS):
+        elif _names_hub_set(str(source)):
             yield from _numbered(_read_hub(str(source)), number)
         else:
-            raise DataError(
-                f"{source}: no such file; give an existing .jsonl or .json file, or a hub data set as owner/name"
-            )
+            raise DataError(_NO_FILE.format(source=source))
+
+
+def check_sources(sources: str | Path | Sequence[str | Path]) -> None:
+    """Refuse names that stand for nothing, without reading anything.
+
+    Raises:
+        DataError: no such file, and no name of a hub data set.
+    """
+    for source in [sources] if isinstance(sources, (str, Path)) else sources:
+        if str(source) in SHIPPED:
+            continue
+        path = Path(source).expanduser()
+        if not path.exists() and not _names_hub_set(str(source)):
+            raise DataError(_NO_FILE.format(source=source))
+
+
+def local_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files on this disk that sources name."""
+    named = [sources] if isinstance(sources, (str, Path)) else sources
+    paths = [Path(SHIPPED.get(str(source), source)).expanduser() for source in named]
+    return [path for path in paths if path.is_file()]
+
+
+def _names_hub_set(source: str) -> bool:
+    return bool(_HUB_NAME.match(source)) and not source.split(":")[0].endswith(_FILE_ENDINGS)
 
 
 def _numbered(rows: Iterator[SourceRow], source: int) -> Iterator[SourceRow]:

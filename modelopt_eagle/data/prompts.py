@@ -8,12 +8,17 @@ Three row formats, detected per row:
 Images stand in a prompt as in a conversation (``docs/data.md``), where they can be used.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from modelopt_eagle.data.conversations import template_arguments_of
 from modelopt_eagle.data.files import ASSETS, SourceRow, read_rows
-from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, row_id
+from modelopt_eagle.data.roles import ID_KEYS, Message, messages_of, refuse_half_characters, row_id
+from modelopt_eagle.data.tools import tools_of
 from modelopt_eagle.errors import DataError
 
 _NAMES: dict[str, str | Path] = {"quickstart": ASSETS / "prompts.jsonl", "mt_bench": "HuggingFaceH4/mt_bench_prompts"}
@@ -28,6 +33,9 @@ class Prompt:
         turns: the user's texts, asked one after the other.
         system: a system text before them.
         parts: of each turn, its texts and images in order, empty for a turn of text; empty without any image.
+        numbered: whether the id was made from the row's number, since the row has none.
+        tools: descriptions of tools.
+        template_arguments: variables of the chat template for this prompt alone.
     """
 
     id: str
@@ -35,10 +43,25 @@ class Prompt:
     turns: tuple[str, ...]
     system: str | None = None
     parts: tuple[tuple, ...] = ()
+    numbered: bool = False
+    tools: tuple[dict, ...] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def message(self, turn: int) -> Message:
         """The user's turn."""
         return Message("user", self.turns[turn], None, self.parts[turn] if self.parts else ())
+
+    @property
+    def beginning(self) -> list[Message]:
+        """The turns before the first question."""
+        return [Message("system", self.system)] if self.system else []
+
+    @property
+    def digest(self) -> str:
+        """Hash of what is asked, whatever the prompt is called."""
+        asked = [self.system, self.turns, [[str(part) for part in parts] for parts in self.parts], self.tools,
+                 dict(self.template_arguments)]  # fmt: skip
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_prompts(
@@ -56,7 +79,7 @@ def load_prompts(
         DataError: missing, empty or broken file (with line), a row in none of the three formats, an id used twice,
             or an image that is missing or not wanted.
     """
-    prompts = [_prompt(row, index, images) for index, row in enumerate(read_rows(source, _NAMES))]
+    prompts = [prompt_of(row, index, images) for index, row in enumerate(read_rows(source, _NAMES))]
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
@@ -83,11 +106,18 @@ def as_prompts(prompts: str | Path | Sequence[Prompt | str]) -> list[Prompt]:
     return made
 
 
-def _prompt(row: SourceRow, index: int, images: bool) -> Prompt:
+def prompt_of(row: SourceRow, index: int, images: bool = False) -> Prompt:
+    """The prompt in a row.
+
+    Raises:
+        DataError: see :func:`load_prompts`.
+    """
     value = row.value
     identifier = row_id(row, index)
     category = str(value.get("category") or "all")
     refuse_half_characters(row.place, identifier, category)
+    numbered = not any(value.get(key) is not None for key in ID_KEYS)
+    tools, arguments = tools_of(value, row.place), template_arguments_of(row)
     turns = value.get("turns", value.get("prompt"))
     if isinstance(turns, str):
         turns = [turns]
@@ -96,7 +126,9 @@ def _prompt(row: SourceRow, index: int, images: bool) -> Prompt:
             raise DataError(f"{row.place}: `turns` must be a non-empty list of non-empty texts")
         refuse_half_characters(row.place, *turns)
         if not (value.get("image") or value.get("images")):
-            return Prompt(identifier, category, tuple(turns))
+            system = value.get("system") or value.get("system_prompt")
+            return Prompt(identifier, category, tuple(turns), system if isinstance(system, str) else None, (),
+                          numbered, tools, arguments)  # fmt: skip
         row = replace(row, value=value | {"messages": [{"role": "user", "content": turn} for turn in turns]})
     messages = messages_of(row)
     if not images and any(message.images for message in messages):
@@ -106,4 +138,5 @@ def _prompt(row: SourceRow, index: int, images: bool) -> Prompt:
     if not asked:
         raise DataError(f"{row.place}: no user turn to answer")
     parts = tuple(message.parts for message in asked) if any(message.images for message in asked) else ()
-    return Prompt(identifier, category, tuple(message.content for message in asked), system, parts)
+    texts = tuple(message.content for message in asked)
+    return Prompt(identifier, category, texts, system, parts, numbered, tools, arguments)

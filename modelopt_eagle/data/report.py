@@ -62,6 +62,8 @@ class DataReport:
         supervised: those the draft learns to predict.
         truncated: rows cut at ``max_length``.
         max_length: the window, or None.
+        tokens_cut: tokens of the rows that did not fit it: cut off, or of rows left out.
+        target_window: positions of the target, where they and not the recipe set ``max_length``; else None.
     """
 
     read: int = 0
@@ -74,6 +76,8 @@ class DataReport:
     supervised: int = 0
     truncated: int = 0
     max_length: int | None = None
+    tokens_cut: int = 0
+    target_window: int | None = None
 
     def drop(self, reason: str, message: str) -> None:
         """Count a row as left out."""
@@ -95,6 +99,28 @@ class DataReport:
         """Supervised tokens over all tokens, 0 when there are none."""
         return self.supervised / max(self.tokens, 1)
 
+    def check_used(self, least: float) -> None:
+        """Stop where too little of the data is used.
+
+        Args:
+            least: share of the rows, and of the tokens, that must be.
+
+        Raises:
+            DataError: less is; the reasons are named.
+        """
+        made = self.read + self.fanned_out
+        for what, used, all_of_them in (
+            ("rows", self.rows, made),
+            ("tokens", self.tokens, self.tokens + self.tokens_cut),
+        ):
+            if all_of_them and used / all_of_them < least:
+                reasons = "; ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
+                raise DataError(
+                    f"only {used} of {all_of_them} {what} are used ({used / all_of_them:.1%}, data.min_used_share: "
+                    f"{least}): {reasons or 'cut'}; first: {self.reasons() or f'cut at {self.max_length} tokens'}. "
+                    "Mend the data or the recipe, or lower data.min_used_share"
+                )
+
     def check_complete(self) -> None:
         """Raise :class:`DataError` unless rows kept = conversations read + rows fanned out - rows dropped."""
         expected = self.read + self.fanned_out - sum(self.dropped.values())
@@ -105,12 +131,15 @@ class DataReport:
 
     def header(self) -> str:
         """The line at the head of every run, and below it one line a reason for dropped rows."""
+        share = f"{self.supervised_share:.1%} supervised" if self.tokens else "none supervised"
         lines = [
             f"data: {self.read} conversations read, {sum(self.dropped.values())} dropped, {self.rows} rows, "
-            f"{self.tokens} tokens, {self.supervised_share:.1%} supervised"
+            f"{self.tokens} tokens, {share}"
         ]
         if self.max_length is not None:
-            lines[0] += f", {self.truncated / max(self.rows, 1):.1%} truncated at {self.max_length} tokens"
+            share = f"{self.truncated / self.rows:.1%}" if self.rows else "none"
+            lines[0] += f", {share} truncated at {self.max_length} tokens"
+            lines[0] += " (the target's own window)" if self.target_window is not None else ""
         if self.tokens and self.supervised == self.tokens:
             lines.append("  warning: every token is supervised; in chat data the user's turns must not be")
         if self.fanned_out:
@@ -138,4 +167,6 @@ class DataReport:
             "supervised": self.supervised,
             "truncated": self.truncated,
             "max_length": self.max_length,
+            "tokens_cut": self.tokens_cut,
+            "target_window": self.target_window,
         }

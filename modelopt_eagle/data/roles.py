@@ -29,6 +29,9 @@ CALL_ROLES = frozenset({"function_call", "tool_call"})
 """Role names of a turn whose text is a call, as JSON."""
 
 TOOL_ROLES = RESULT_ROLES | CALL_ROLES
+ID_KEYS = ("id", "question_id", "prompt_id", "conversation_id")
+"""Keys under which a row says what it is called."""
+
 _MESSAGE_KEYS = ("messages", "conversations")
 
 
@@ -152,8 +155,7 @@ def refuse_half_characters(place: str, *texts: str) -> None:
 
 def row_id(row: SourceRow, index: int) -> str:
     """The row's own id (``id``, ``question_id``, ``prompt_id``, ``conversation_id``), or one made of its number."""
-    keys = ("id", "question_id", "prompt_id", "conversation_id")
-    return str(next((row.value[key] for key in keys if row.value.get(key) is not None), f"row-{index:06d}"))
+    return str(next((row.value[key] for key in ID_KEYS if row.value.get(key) is not None), f"row-{index:06d}"))
 
 
 def _with_row_images(messages: list[Message], row: SourceRow) -> list[Message]:

@@ -108,6 +108,15 @@ def render_conversation(
     return rows
 
 
+def serve_answer(tokenizer, conversation: Conversation, turn: int, special: SpecialTokens) -> RenderedRow:
+    """One answer as it is served.
+
+    Raises:
+        RowRejected: it cannot be shown that the target wrote it there, see the module.
+    """
+    return _Answer(tokenizer, conversation, turn, special, Supervision()).served()
+
+
 class _Answer:
     """One answer of a conversation, being found in its rendering."""
 

@@ -44,9 +44,10 @@ class VocabChoice:
         """One line for the head of a run."""
         filled = max(0, self.vocab.size - self.seen)
         note = f", {filled} places filled with tokens that do not occur" if filled else ""
+        inside = f"{self.coverage:.2%} of the supervised tokens are inside" if self.seen else "none are supervised"
         return (
             f"draft vocabulary: {self.vocab.size} of {self.counts.numel()} tokens; "
-            f"{self.seen} different ones occur{note}; {self.coverage:.2%} of the supervised tokens are inside"
+            f"{self.seen} different ones occur{note}; {inside}"
         )
 
 
@@ -75,10 +76,25 @@ def count_supervised(rows: Iterable[TokenizedRow], vocab_size: int) -> Tensor:
     return counts
 
 
-def required_ids(tokenizer, vocab_size: int, end_token_ids: Sequence[int] = ()) -> list[int]:
-    """Ids that are always in a draft vocabulary: special tokens and end tokens, ascending."""
-    added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
-    ids = {*tokenizer.all_special_ids, *added, *end_token_ids}
+def required_ids(
+    tokenizer, vocab_size: int, end_token_ids: Sequence[int] = (), counts: Tensor | None = None
+) -> list[int]:
+    """Ids that are always in a draft vocabulary, ascending: end tokens, and the special tokens that are used.
+
+    Used are the tokenizer's named ones (begin, end, padding, unknown), those that stand in its chat template, and those
+    that the data count. Tokenizers may hold thousands of placeholders besides (``<unused42>``).
+
+    Args:
+        counts: ``[V]`` occurrences of each token, if there are any yet.
+    """
+    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    named = [
+        getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+    ]
+    template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
+    written = {i for i, text in added.items() if text in template}
+    counted = set() if counts is None else {i for i in added if i < vocab_size and int(counts[i])}
+    ids = {*(i for i in named if i is not None), *end_token_ids, *written, *counted}
     return sorted(i for i in ids if i < vocab_size)  # some tokenizers add ids that the model has no row for
 
 
@@ -93,7 +109,8 @@ def choose_draft_vocab(
         DataError: see :func:`count_supervised`.
     """
     counts = count_supervised(rows, vocab_size)
-    vocab = DraftVocab.from_counts(counts, draft_vocab_size, required_ids(tokenizer, vocab_size, end_token_ids))
+    needed = required_ids(tokenizer, vocab_size, end_token_ids, counts)
+    vocab = DraftVocab.from_counts(counts, draft_vocab_size, needed)
     return VocabChoice(vocab, counts, int((counts > 0).sum()), coverage_of(counts, vocab))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,26 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
     adapted, quantised = "target_adapter" in config.extra, "quantization_config" in data
     target = "MERGED_TARGET" if adapted else config.target_name or "TARGET"
     lines = adapter_lines(config) if adapted else []
+    lines += template_lines(config)
     for index, (key, engine) in enumerate(ENGINES.items()):
         need = needed_version(key, config, quantised=quantised)
         order = Order(target, config, need.text(key), engine.tested)
         lines += [*([""] if index else []), *([f"{need.unserved}."] if need.unserved else engine.serve(order))]
     return [*lines, "", f"Tensor-parallel sizes: {parallel_text(config)}."]
+
+
+def template_lines(config: DraftConfig) -> list[str]:
+    """What requests must carry so that prompts are rendered as the head's training rows were."""
+    arguments = config.extra.get("template_arguments")
+    if not arguments:
+        return []
+    given = json.dumps(arguments)
+    return [
+        f"The head was trained on prompts rendered with the template arguments `{given}`. Give them with each request "
+        f'(`"chat_template_kwargs": {given}`), or to the server where it takes a default '
+        f"(vLLM: `--default-chat-template-kwargs '{given}'`).",
+        "",
+    ]
 
 
 def adapter_lines(config: DraftConfig) -> list[str]:

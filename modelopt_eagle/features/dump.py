@@ -52,6 +52,7 @@ class TargetBackEnd:
         self._target, self._batch_tokens = target, batch_tokens
         self.tokenizer, self.vision = target.tokenizer, target.vision
         self.end_token_ids = target.end_token_ids
+        self.window = getattr(target.config, "max_position_embeddings", None)
         self.contract = FeatureContract.from_target(target, aux_layer_ids)
 
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
@@ -101,6 +102,7 @@ class EngineBackEnd:
         self._norm = None if final_is_normed else tables.final_norm
         self.tokenizer = tables.tokenizer
         self.end_token_ids = tables.end_token_ids
+        self.window = getattr(tables.config, "max_position_embeddings", None)
         self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
 
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:

@@ -13,8 +13,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.errors import DataError
 
 _ATTRIBUTE = "modelopt_eagle_chat_settings"
@@ -105,3 +107,43 @@ def _parse_date(date: str) -> datetime.datetime:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except (TypeError, ValueError) as error:
         raise DataError(f"expected a date as YYYY-MM-DD, such as 2026-01-31; found {date!r}") from error
+
+
+def chat_record(tokenizer) -> dict[str, Any]:
+    """What a head remembers of how its rows were rendered, besides the template's hash; empty where nothing was set."""
+    settings = chat_settings(tokenizer)
+    template = getattr(tokenizer, "chat_template", None) and tokenizer.get_chat_template()
+    record: dict[str, Any] = {}
+    if settings.arguments:
+        record["template_arguments"] = dict(settings.arguments)
+    if settings.date is not None and template and asks_for_date(template):
+        record["template_date"] = settings.date
+    return record
+
+
+RECORD_KEYS = ("template_arguments", "template_date")
+"""Keys of :func:`chat_record` in a head's config."""
+
+
+def use_chat_record(tokenizer, record: Mapping[str, Any]) -> None:
+    """Render as a head's rows were: with the arguments and the date in its config."""
+    if tokenizer is not None and any(record.get(key) for key in RECORD_KEYS):
+        set_chat_settings(tokenizer, record.get("template_arguments"), record.get("template_date"))
+
+
+DATE_FILE = "template_date.json"
+"""File in a run's or a store's folder with the day that its chat template was told."""
+
+
+def kept_date(folder: Path) -> str | None:
+    """The day that a folder's rows were rendered with, ``None`` if it says nothing."""
+    try:
+        return json.loads((folder / DATE_FILE).read_text(encoding="utf-8"))["template_date"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def keep_date(folder: Path, date: str) -> None:
+    """Write it, so that the run or the dump goes on with the same one tomorrow."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / DATE_FILE, json.dumps({"template_date": date}) + "\n")

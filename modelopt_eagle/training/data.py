@@ -152,13 +152,20 @@ def read_data(recipe: Recipe, target: TableTarget, paths, rows=None, name: str =
         "role_aliases": data.role_aliases,
         "max_rows": data.max_rows,
         "max_length": data.max_length,
+        "target_window": getattr(target.config, "max_position_embeddings", None),
         "overlong": data.overlong,
+        "supervise_reasoning": data.supervise_reasoning,
+        "supervise_tool_calls": data.supervise_tool_calls,
+        "workers": data.workers,
         "end_token_ids": target.end_token_ids,
         "vision": None if from_servers else target.vision,
     }
     if rows is not None:
-        return prepare_rows(target.tokenizer, rows, name=name, **options)
-    return prepare_dataset(target.tokenizer, paths, **options)
+        dataset = prepare_rows(target.tokenizer, rows, name=name, **options)
+    else:
+        dataset = prepare_dataset(target.tokenizer, paths, **options)
+    dataset.report.check_used(data.min_used_share)
+    return dataset
 
 
 @dataclass(frozen=True)

@@ -178,10 +178,31 @@ def choose_vocabulary(recipe: Recipe, tables: TableTarget, data: RunData) -> tup
         counts = data.counts
         if eagle.draft_vocab_counts == "teacher" and hasattr(data.train, "load"):  # a streamed source has no rows yet
             counts = counts + teacher_mass(data.train, tables.head, total)
-        needed = required_ids(tables.tokenizer, total, tables.end_token_ids)
+        needed = required_ids(tables.tokenizer, total, tables.end_token_ids, data.counts)
         vocab = DraftVocab.from_counts(counts, eagle.draft_vocab_size, needed)
-    inside = coverage_of(data.counts, vocab)
-    return vocab, f"draft vocabulary: {vocab.size} of {total} tokens, {inside:.2%} of the supervised tokens are inside"
+    return vocab, check_coverage(recipe, data, vocab)
+
+
+def check_coverage(recipe: Recipe, data: RunData, vocab: DraftVocab, name: str | None = None) -> str:
+    """A line about how much of the data a draft vocabulary holds.
+
+    Args:
+        name: what to call it in place of its sizes.
+
+    Raises:
+        RecipeError: less than ``eagle.min_vocab_coverage``.
+    """
+    named = "draft vocabulary: " + (name or f"{vocab.size} of {vocab.t2d.numel()} tokens")
+    if not int(data.counts.sum()):
+        return f"{named}, none of the data is supervised"
+    inside, least = coverage_of(data.counts, vocab), recipe.eagle.min_vocab_coverage
+    if inside < least:
+        raise RecipeError(
+            f"{named}, and only {inside:.2%} of the supervised tokens are inside (eagle.min_vocab_coverage: {least}): "
+            "the head could never draft the others. Is the map of other data? Choose a larger one, or leave "
+            "eagle.draft_vocab_path at null"
+        )
+    return f"{named}, {inside:.2%} of the supervised tokens are inside"
 
 
 def given_vocabulary(recipe: Recipe, identity: TargetIdentity) -> DraftVocab | None:

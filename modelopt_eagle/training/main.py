@@ -11,6 +11,7 @@ from modelopt_eagle.common.console import say, shown
 from modelopt_eagle.recipe import Recipe, as_recipe
 from modelopt_eagle.training.checkpoint import BEST
 from modelopt_eagle.training.given import take
+from modelopt_eagle.training.prechecks import check_files, check_paths
 from modelopt_eagle.training.provenance import check_given
 from modelopt_eagle.training.run import assemble, claim_output, finished_state, make_accelerator
 from modelopt_eagle.training.run_folder import held, sweep
@@ -51,6 +52,7 @@ def train(
         EagleError: see the rooms of target, data, features and checkpoints.
     """
     recipe, given = take(as_recipe(recipe), target, data, eval_data)
+    check_paths(recipe, given)
     accelerator = make_accelerator(recipe)
     main, folder = accelerator.is_main_process, Path(recipe.training.output_dir)
     say_once = say if main else lambda line: None
@@ -60,6 +62,7 @@ def train(
             say(line)
         state = finished_state(recipe)
         if state is not None:
+            check_files(recipe, state)
             check_given(recipe, given, state, accelerator.device)
             say_once(f"{folder}: training is complete (step {state['step']})")
             return make_result(folder, state, (folder / BEST).resolve())

@@ -20,12 +20,13 @@ def check_provenance(folder: Path, before: dict, now: dict) -> None:
 
     Args:
         folder: of the run or its checkpoint, for the message.
-        before, now: what :class:`Run` calls provenance; keys that are only in ``before`` are not compared.
+        before, now: what :class:`Run` calls provenance; keys that only one of them has are not compared, and the
+            files are not: their rows are.
 
     Raises:
         CheckpointError: a value differs; each is listed.
     """
-    changed = [key for key in now if before.get(key) != now[key]]
+    changed = [key for key in now if key in before and before[key] != now[key] and key != "files"]
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key)} before, {now[key]} now" for key in changed)
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,14 +22,16 @@ from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import TableTarget, load_target, load_target_tables
+from modelopt_eagle.target.chat import RECORD_KEYS, chat_record
 from modelopt_eagle.target.load import architecture_of
 from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.training.checkpoint import RECIPE, CheckpointFolder, read_state
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
 from modelopt_eagle.training.data import from_store, from_target
 from modelopt_eagle.training.given import Given
-from modelopt_eagle.training.head import check_head, continued_head, new_head, rebuild_vocabulary
+from modelopt_eagle.training.head import check_coverage, check_head, continued_head, new_head, rebuild_vocabulary
 from modelopt_eagle.training.own_share import own_share, own_share_line
+from modelopt_eagle.training.prechecks import check_vocabulary_size, data_files, use_chat_settings
 from modelopt_eagle.training.states import AdaptedStates, check_adapters, make_adapter
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 from modelopt_eagle.training.streams import from_servers_or_filled_store
@@ -134,6 +137,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     given = given or Given()
     offline = not recipe.data.runs_target
     target = load(recipe, accelerator.device) if given.target is None else given.target
+    use_chat_settings(recipe, target, accelerator.is_main_process, accelerator.wait_for_everyone)
     embedding, config = target.embedding_weight, target.config
     head = None
     if recipe.model.draft_init is not None:
@@ -144,6 +148,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
     for line in target_lines(architecture_of(target)):
         say(f"engine: {line}")
+    check_vocabulary_size(recipe, target)
     if head is None:
         check_head(recipe, target, ids)
     if not offline:
@@ -159,10 +164,14 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     if head is None:
         head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
     else:
-        vocabulary = f"draft vocabulary: the {head.config.draft_vocab_size} tokens of {recipe.model.draft_init}, kept"
+        vocabulary = check_coverage(
+            recipe, data, head.vocab, f"the {head.config.draft_vocab_size} tokens of {recipe.model.draft_init}, kept"
+        )
         if recipe.model.draft_init_vocab == "rebuild":
             head, vocabulary = rebuild_vocabulary(recipe, head, target, data)
         head.config.training_length = max(head.config.training_length or 0, max(data.train.lengths))
+    rendered = {key: value for key, value in head.config.extra.items() if key not in RECORD_KEYS}
+    head.config.extra = {**rendered, **chat_record(target.tokenizer)}
     if architecture := architecture_of(target):
         head.config.extra = {**head.config.extra, "target_architecture": architecture}
     if not offline and any(p.requires_grad for p in target.model.parameters()):
@@ -192,6 +201,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         "aux_layer_ids": list(ids),
         "data": data.fingerprint,
         "rows": len(data.train.lengths),
+        "vocabulary": hashlib.sha256(str(head.target_ids.tolist()).encode()).hexdigest()[:16],
+        **({"files": data_files(recipe)} if given.data is None else {}),
     }
     return Run(step, data.train, data.held_out, provenance, header, adapter)
 

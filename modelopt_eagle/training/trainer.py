@@ -132,6 +132,7 @@ class Trainer:
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0
         self.watch = StepWatch(self.settings.nonfinite, accelerator, self.view.say, self.advice)
+        self.counted = 0  # positions that this start has learned from
         self.saved_step: int | None = None
 
     def fit(self) -> TrainingResult:
@@ -223,6 +224,7 @@ class Trainer:
         agreed = self.accelerator.reduce(agreed, "sum")
         tokens, asked, self.state.elapsed = agreed[-3:].tolist()
         self.normalizers = self.step.normalisers(agreed[:-3], int(tokens))  # [K]
+        self.counted += int(agreed[:-3].sum())
         self.meter.tokens += int(tokens)
         self.interrupted = asked > 0
         budget = self.schedule.budget_seconds
@@ -311,6 +313,11 @@ class Trainer:
         """Metrics since the last report, to the bar, the log and the history; nothing if every step was left out."""
         if not self.meter.steps:
             return
+        if not self.counted and self.state.step >= min(self.settings.log_steps, self.schedule.total_steps):
+            raise TrainingError(
+                f"no position was counted in {self.state.step} steps, so nothing is learned: is every answer cut off, "
+                "or outside the draft vocabulary (eagle.in_vocab_only with a map of other data)?"
+            )
         metrics = self.meter.take()
         step, elapsed = self.state.step, self._before + time.monotonic() - self._since
         metrics["learning_rate"] = self.learning_rate

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from modelopt_eagle.data import Message, Prompt, render_text
 from modelopt_eagle.data.images import read_pictures
+from modelopt_eagle.data.written import written_message
 from modelopt_eagle.decoding import GenerationOutput, PseudoSpeculativeGenerator
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
@@ -85,9 +87,9 @@ def _answer_turn(generator: PseudoSpeculativeGenerator, batch: list[Dialogue], t
         if turn >= len(dialogue.prompt.turns) or dialogue.too_long:
             continue
         asked = [*dialogue.messages, dialogue.prompt.message(turn)]
-        if turn == 0 and dialogue.prompt.system:
-            asked.insert(0, Message("system", dialogue.prompt.system))
-        ids, images = prompt_inputs(target, asked)
+        if turn == 0:
+            asked = dialogue.prompt.beginning + asked
+        ids, images = prompt_inputs(target, asked, dialogue.prompt.tools, dialogue.prompt.template_arguments)
         if len(ids) + max_new_tokens > window(target):
             dialogue.too_long = len(dialogue.prompt.turns) - turn
             continue
@@ -108,22 +110,37 @@ def _take(target: Target, dialogues: list[Dialogue], output: GenerationOutput) -
     for dialogue, tokens, accepted in zip(dialogues, output.tokens, output.accepted_lengths, strict=True):
         dialogue.accepted += accepted
         dialogue.tokens += len(tokens)
-        text = target.tokenizer.decode(tokens, skip_special_tokens=True)
-        dialogue.messages.append(Message("assistant", text))
+        dialogue.messages.append(_said(target, dialogue, tokens))
 
 
-def prompt_inputs(target: Target, messages: Sequence[Message]) -> tuple[list[int], dict | None]:
+def _said(target: Target, dialogue: Dialogue, tokens: list[int]) -> Message:
+    """The answer as a message that a later turn is rendered behind."""
+    if target.vision is not None:  # a placeholder in it would ask for one more image
+        return Message("assistant", target.tokenizer.decode(tokens, skip_special_tokens=True))
+    prompt, ends = dialogue.prompt, target.end_token_ids
+    return written_message(
+        target.tokenizer, dialogue.messages, tokens, cut=not tokens or tokens[-1] not in ends, end_token_ids=ends,
+        tools=prompt.tools, arguments=prompt.template_arguments,
+    )  # fmt: skip
+
+
+def prompt_inputs(
+    target: Target, messages: Sequence[Message], tools: Sequence[dict] = (), arguments: Mapping[str, Any] | None = None
+) -> tuple[list[int], dict | None]:
     """Token ids of messages and the generation prompt, and what the target's forward takes for their images.
+
+    Args:
+        tools, arguments: of the prompt, for the chat template.
 
     Raises:
         DataError: images that the target cannot read, or that its template leaves out.
     """
     paths = tuple(image.path for message in messages for image in message.images)
     if not paths:
-        return prompt_ids(target, messages), None
+        return prompt_ids(target, messages, tools, arguments), None
     if target.vision is None:
         raise DataError(f"a prompt has the image {paths[0]}, and {target.name} reads text only: give prompts of text")
-    text, (pictures, _) = render_text(target.tokenizer, messages, add_generation_prompt=True), read_pictures(paths)
+    text, (pictures, _) = render_text(target.tokenizer, messages, True, tools, arguments), read_pictures(paths)
     written = text.count(target.vision.image_token)
     if written != len(paths):
         raise DataError(
@@ -133,16 +150,18 @@ def prompt_inputs(target: Target, messages: Sequence[Message]) -> tuple[list[int
     return target.vision.inputs(text, pictures)
 
 
-def prompt_ids(target: Target, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(
+    target: Target, messages: Sequence[Message], tools: Sequence[dict] = (), arguments: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of messages and the generation prompt, as a server renders them."""
-    text = render_text(target.tokenizer, messages, add_generation_prompt=True)
+    text = render_text(target.tokenizer, messages, True, tools, arguments)
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def first_turn(target: Target, prompt: Prompt) -> list[int]:
     """Token ids of a prompt's first turn, with its images' placeholders."""
-    system = [Message("system", prompt.system)] if prompt.system else []
-    return prompt_inputs(target, [*system, prompt.message(0)])[0]
+    messages = [*prompt.beginning, prompt.message(0)]
+    return prompt_inputs(target, messages, prompt.tools, prompt.template_arguments)[0]
 
 
 def window(target: Target) -> int:

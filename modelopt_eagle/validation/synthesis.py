@@ -6,13 +6,17 @@ penalty or other processor of the model's generation config), which is what gree
 
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from modelopt_eagle.data.prompts import Prompt
+from modelopt_eagle.data.files import SourceRow
+from modelopt_eagle.data.prompts import Prompt, prompt_of
 from modelopt_eagle.data.roles import Message
 from modelopt_eagle.data.template import render_text
+from modelopt_eagle.data.written import written_message
 from modelopt_eagle.decoding import PlainGenerator
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
@@ -30,10 +34,42 @@ class SynthesisSettings:
 
 
 @dataclass
-class _Dialogue:
+class Answered:
+    """A prompt with the answers so far."""
+
     prompt: Prompt
-    messages: list[dict] = field(default_factory=list)
+    messages: list[Message]
     finish_reason: str = "stop"
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> "Answered":
+        """Nothing said yet."""
+        return cls(prompt, prompt.beginning)
+
+    def row(self, name: str) -> dict[str, Any]:
+        """The conversation as a row of the output, under this id."""
+        prompt = self.prompt
+        row: dict[str, Any] = {"id": name, "category": prompt.category, "messages": [as_dict(m) for m in self.messages],
+                               "finish_reason": self.finish_reason}  # fmt: skip
+        if prompt.tools:
+            row["tools"] = list(prompt.tools)
+        if prompt.template_arguments:
+            row["chat_template_kwargs"] = dict(prompt.template_arguments)
+        return row
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as it stands in a file of conversations; the ids that were written are kept."""
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        made["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        made["tool_calls"] = list(message.tool_calls)
+    if message.token_ids is not None:
+        made["token_ids"] = list(message.token_ids)
+    if message.finish_reason is not None:
+        made["finish_reason"] = message.finish_reason
+    return made
 
 
 def decode_batch(
@@ -43,6 +79,7 @@ def decode_batch(
     max_new_tokens: int,
     temperature: float = 0.0,
     seeds: list[int] | None = None,
+    keep_end: bool = False,
 ) -> list[tuple[list[int], str]]:
     """Continue each prompt until an end token or ``max_new_tokens``.
 
@@ -53,26 +90,26 @@ def decode_batch(
         max_new_tokens: limit on new tokens of a row.
         temperature: 0 takes the argmax; above it samples from ``softmax(logits / temperature)``.
         seeds: one a row for sampling, so that a row's answer does not depend on the rest of its batch.
+        keep_end: leave the end token at the end of the ids.
 
     Returns:
-        for each row the new ids without the end token, and ``"stop"`` or ``"length"``.
+        for each row the new ids, by default without the end token, and ``"stop"`` or ``"length"``.
 
     Raises:
         DecodingError: a prompt that leaves no room for ``max_new_tokens`` in the target's window.
     """
     output = generator.generate(prompts, max_new_tokens, temperature, eos_token_id=sorted(end_ids), seed=seeds)
     return [
-        (tokens[:-1], "stop") if reason == "eos" else (tokens, "length")
+        (tokens if keep_end else tokens[:-1], "stop") if reason == "eos" else (tokens, "length")
         for tokens, reason in zip(output.tokens, output.finish_reasons, strict=True)
     ]
 
 
-def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: SynthesisSettings) -> list[dict]:
+def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: SynthesisSettings) -> list[Answered]:
     """Answer every user turn of one batch of prompts, each turn after the answers to those before it.
 
     Returns:
-        rows ``{id, category, messages, finish_reason}``; ``finish_reason`` is that of the last answer, and an assistant
-        message that was cut carries its own ``"finish_reason": "length"``.
+        a dialogue a prompt; its ``finish_reason`` is that of the last answer, and an answer that was cut has its own.
 
     Raises:
         DataError: a target that names no end token, or a turn that does not fit its window.
@@ -80,14 +117,12 @@ def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: S
     target, tokenizer = generator.target, generator.target.tokenizer
     if not target.end_token_ids:
         raise DataError(f"neither tokenizer nor configs of {target.name} name an end token; answers could never end")
-    dialogues = [
-        _Dialogue(prompt, [{"role": "system", "content": prompt.system}] if prompt.system else []) for prompt in prompts
-    ]
+    dialogues = [Answered.of(prompt) for prompt in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
         asking = [dialogue for dialogue in dialogues if turn < len(dialogue.prompt.turns)]
         for dialogue in asking:
-            dialogue.messages.append({"role": "user", "content": dialogue.prompt.turns[turn]})
-        inputs = [_prompt_ids(tokenizer, dialogue.messages) for dialogue in asking]
+            dialogue.messages.append(dialogue.prompt.message(turn))
+        inputs = [_prompt_ids(tokenizer, dialogue) for dialogue in asking]
         for dialogue, ids in zip(asking, inputs, strict=True):
             if len(ids) + settings.max_new_tokens > window(target):
                 raise DataError(
@@ -95,27 +130,31 @@ def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: S
                     f"new ones do not fit the {window(target)} positions of {target.name}: lower --max_new_tokens, or "
                     "shorten the prompt; what is answered already is kept"
                 )
-        seeds = [zlib.crc32(f"{settings.seed}/{dialogue.prompt.id}/{turn}".encode()) for dialogue in asking]
+        seeds = [zlib.crc32(f"{settings.seed}/{_name(d.prompt)}/{turn}".encode()) for d in asking]
         answers = decode_batch(
-            generator, inputs, target.end_token_ids, settings.max_new_tokens, settings.temperature, seeds
+            generator, inputs, target.end_token_ids, settings.max_new_tokens, settings.temperature, seeds, True
         )
         for dialogue, (ids, reason) in zip(asking, answers, strict=True):
-            message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-            if reason == "length":
-                # a character of several tokens may have been cut in two
-                message = message | {"content": message["content"].rstrip("\ufffd"), "finish_reason": "length"}
+            message = written_message(
+                tokenizer, dialogue.messages, ids, cut=reason == "length", end_token_ids=target.end_token_ids,
+                tools=dialogue.prompt.tools, arguments=dialogue.prompt.template_arguments,
+            )  # fmt: skip
+            if message.cut:  # a character of several tokens may have been cut in two
+                message = replace(message, content=message.content.rstrip("\ufffd"))
             dialogue.messages.append(message)
             dialogue.finish_reason = reason
-    return [
-        {"id": d.prompt.id, "category": d.prompt.category, "messages": d.messages, "finish_reason": d.finish_reason}
-        for d in dialogues
-    ]
+    return dialogues
 
 
-def _prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    plain = [Message(message["role"], message["content"]) for message in messages]
-    text = render_text(tokenizer, plain, add_generation_prompt=True)
+def _prompt_ids(tokenizer, dialogue: Answered) -> list[int]:
+    prompt = dialogue.prompt
+    text = render_text(tokenizer, dialogue.messages, True, prompt.tools, prompt.template_arguments)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _name(prompt: Prompt) -> str:
+    """A name that does not depend on where in its file a prompt stands."""
+    return f"prompt-{prompt.digest}" if prompt.numbered else prompt.id
 
 
 def synthesize(
@@ -126,26 +165,60 @@ def synthesize(
     batch_size: int = 16,
     on_batch: Callable[[list[dict]], None] = lambda rows: None,
 ) -> int:
-    """Answer the prompts whose ids are not yet in ``output``, appending a batch at a time; returns how many were added.
+    """Answer the prompts that ``output`` does not hold yet, appending a batch at a time; returns how many were added.
 
     Stopping it at any moment loses at most the batch at work: the next call with the same settings goes on.
     """
-    done = prepare_output(output, settings)
-    todo = [prompt for prompt in prompts if prompt.id not in done]
+    todo = missing_prompts(prompts, prepare_output(output, settings))
     # the largest first: what does not fit in memory shows early
-    todo.sort(key=lambda prompt: (len(prompt.turns), sum(map(len, prompt.turns))), reverse=True)
+    todo.sort(key=lambda named: (len(named[1].turns), sum(map(len, named[1].turns))), reverse=True)
     generator = PlainGenerator(target)
     with open(output, "a", encoding="utf-8") as handle:
         for start in range(0, len(todo), batch_size):
-            rows = answer_prompts(generator, todo[start : start + batch_size], settings)
+            batch = todo[start : start + batch_size]
+            answered = answer_prompts(generator, [prompt for _, prompt in batch], settings)
+            rows = [dialogue.row(name) for (name, _), dialogue in zip(batch, answered, strict=True)]
             handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             handle.flush()
             on_batch(rows)
     return len(todo)
 
 
-def prepare_output(output: Path, settings: SynthesisSettings) -> set[str]:
-    """Make ``output`` ready to be appended to, and return the ids it already holds.
+def missing_prompts(prompts: list[Prompt], answered: "Found") -> list[tuple[str, Prompt]]:
+    """``(name, prompt)`` of what is not answered yet, by what is asked and not by where it stands in its file.
+
+    Names are the prompts' ids; one without an id is called by its content, and one whose id is taken by another
+    prompt gets that behind it.
+    """
+    left, taken, missing = Counter(answered.digests), set(answered.names), []
+    for prompt in prompts:
+        if left[prompt.digest]:
+            left[prompt.digest] -= 1
+            continue
+        name = _name(prompt)
+        if name in taken:
+            name = f"{name}-{prompt.digest}"
+        number = 2
+        while name in taken:
+            name, number = f"{_name(prompt)}-{number}", number + 1
+        taken.add(name)
+        missing.append((name, prompt))
+    return missing
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an output holds already: the digest of each prompt that is answered, and the ids of the rows."""
+
+    digests: list[str]
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def prepare_output(output: Path, settings: SynthesisSettings) -> Found:
+    """Make ``output`` ready to be appended to, and return what it already holds.
 
     A last line that was cut while writing is removed. The settings stand beside it in ``<output>.settings.json``.
 
@@ -171,7 +244,8 @@ def prepare_output(output: Path, settings: SynthesisSettings) -> set[str]:
     else:
         record.write_text(json.dumps(vars(settings), indent=1) + "\n", encoding="utf-8")
         output.touch()
-    return set(_ids_of(output))
+    rows = list(_rows_of(output))
+    return Found([digest for digest, _ in rows], [name for _, name in rows])
 
 
 def _cut_partial_line(output: Path) -> None:
@@ -182,11 +256,18 @@ def _cut_partial_line(output: Path) -> None:
             handle.truncate(len(whole))
 
 
-def _ids_of(output: Path) -> Iterable[str]:
+def _rows_of(output: Path) -> Iterable[tuple[str, str]]:
+    """Digest of the prompt, and id, of each row of an output."""
     for number, line in enumerate(output.read_text(encoding="utf-8").splitlines(), start=1):
+        place = f"{output}:{number}"
         try:
-            yield json.loads(line)["id"]
+            value = json.loads(line)
+            name = str(value["id"])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise DataError(
-                f"{output}:{number}: not a row of this command ({error}); remove the line, it will be made again"
+                f"{place}: not a row of this command ({error}); remove the line, it will be made again"
             ) from error
+        try:
+            yield prompt_of(SourceRow(value, place, output.parent), number).digest, name
+        except DataError:
+            yield "", name  # it asks nothing, so it answers no prompt

@@ -138,3 +138,65 @@ def test_a_broken_row_in_the_middle_is_named(tmp_path):
 def test_bad_numbers(tiny_target_dir, questions, tmp_path, capsys, more, message):
     assert synthesize(tiny_target_dir, questions, tmp_path / "o.jsonl", *more) == 2
     assert message in capsys.readouterr().err
+
+
+def test_answers_are_resumed_by_what_is_asked_and_not_by_where_it_stands(tiny_target_dir, tmp_path):
+    asked = [{"messages": [{"role": "user", "content": text}]} for text in ("one?", "two?", "three?")]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    synthesize(tiny_target_dir, write_lines(prompts, *asked[1:]), output)
+    synthesize(tiny_target_dir, write_lines(prompts, *asked, asked[0]), output)  # one put in front, and asked twice
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(row["messages"][0]["content"] for row in rows) == ["one?", "one?", "three?", "two?"]
+    assert len({row["id"] for row in rows}) == 4
+    synthesize(tiny_target_dir, write_lines(prompts, {"id": 0, "prompt": "new?"}), output)
+    named = write_lines(prompts, {"id": 0, "prompt": "newer?"}, {"id": 0.5, "prompt": "new?"})
+    synthesize(tiny_target_dir, named, output)
+    names = [json.loads(line)["id"] for line in output.read_text().splitlines()][4:]
+    assert names[0] == "0" and names[1].startswith("0-") and len(names) == 2
+
+
+def test_written_ids_are_kept_and_trained_on(tiny_target_dir, tiny_target, questions, tmp_path):
+    from modelopt_eagle.data import prepare_dataset
+
+    synthesize(tiny_target_dir, questions, tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    written = {tuple(m["token_ids"]) for row in rows for m in row["messages"] if m["role"] == "assistant"}
+    data = prepare_dataset(tiny_target.tokenizer, tmp_path / "out.jsonl", end_token_ids=tiny_target.end_token_ids)
+    learned = set()
+    for row in data.rows:
+        runs = "".join("x" if flag else " " for flag in row.supervised)
+        for start in [i for i, c in enumerate(runs) if c == "x" and (i == 0 or runs[i - 1] == " ")]:
+            end = runs.find(" ", start)
+            learned.add(tuple(row.input_ids[start : end if end >= 0 else None]))
+    assert learned == written and not data.report.dropped
+
+
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "reasoning", "content"),
+    [
+        ("channels", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" + FINAL + "ans", "hm", "ans"),
+        ("channels", FINAL + "ans", None, "ans"),
+        ("hybrid, with reasoning", "<think>\nhm\n</think>\n\nans", "hm", "ans"),
+        ("always thinks", "hm\n</think>\n\nans", "hm", "ans"),
+        ("brackets that think", "[THINK]hm[/THINK]ans", "hm", "ans"),
+        ("chatml", "<think>hm</think>ans", None, "<think>hm</think>ans"),
+        ("next role ends", "\nans", None, "ans"),
+    ],
+)  # fmt: skip
+def test_what_was_written_becomes_the_message_that_renders_to_it(style, text, reasoning, content):
+    from template_styles import STYLES
+
+    from modelopt_eagle.data import Message, render_text
+    from modelopt_eagle.data.written import written_message
+
+    tokenizer = STYLES[style].tokenizer()
+    end = tokenizer.convert_tokens_to_ids(STYLES[style].end)
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+    asked = [Message("user", "q")]
+    message = written_message(tokenizer, asked, ids, end_token_ids=[end])
+    assert (message.reasoning, message.content, message.token_ids) == (reasoning, content, tuple(ids))
+    after = render_text(tokenizer, [*asked, message, Message("user", "r")], True)
+    assert "analysishm" not in after and content in after

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.recipe.bounds import need
-from modelopt_eagle.recipe.sections.base import Positive, Section
+from modelopt_eagle.recipe.sections.base import Positive, Section, Share
 
 
 class DataSection(Section):
@@ -38,6 +39,30 @@ class DataSection(Section):
     )
     role_aliases: dict[str, Literal["system", "user", "assistant"]] = Field(
         default_factory=dict, description="Further role names: `{my_model_v2: assistant}`."
+    )
+    supervise_reasoning: bool = Field(
+        True, description="Learn the reasoning in front of an answer; false: it is context, and the answer is learned."
+    )
+    supervise_tool_calls: bool = Field(
+        True, description="Learn the calls of tools in an answer; false: they are context."
+    )
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables of the chat template for every row, as a server is given them: `{enable_thinking: "
+        "false}`. A row's own `chat_template_kwargs` win.",
+    )
+    template_date: str | None = Field(
+        None,
+        description="The day, as YYYY-MM-DD, that a chat template is told which prints today's date; null: the day the "
+        "run began, kept in its folder, or that of the store it reads.",
+    )
+    workers: Positive = Field(
+        1, description="Processes that render and tokenise conversations; worth it from some ten thousand rows on."
+    )
+    min_used_share: Share = Field(
+        0.2,
+        description="Stop if less than this share of the rows read, or of their tokens, is used: the rest was dropped "
+        "or cut, for the reasons that are named.",
     )
     max_rows: Positive | None = Field(None, description="Use only the first rows of the data; null: all.")
     offline_data_path: str | None = Field(
@@ -96,6 +121,19 @@ class DataSection(Section):
         need(value is None or (bool(value) and all(value)), "expected a path or a list of paths, found an empty one")
         return value
 
+    @field_validator("template_date")
+    @classmethod
+    def _date_is_a_day(cls, value: str | None) -> str | None:
+        need(value is None or _is_day(value), f"expected a day as YYYY-MM-DD, found {value!r}")
+        return value
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _arguments_have_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        wrong = [name for name in value if not name.isidentifier()]
+        need(not wrong, f"expected names of the template's variables, such as enable_thinking, found {wrong}")
+        return value
+
     @field_validator("streaming_server_url")
     @classmethod
     def _urls_are_http(cls, value: str | None) -> str | None:
@@ -138,3 +176,11 @@ class DataSection(Section):
             "offline_data_path or streaming_server_url",
         )
         return self
+
+
+def _is_day(text: str) -> bool:
+    try:
+        datetime.datetime.strptime(text, "%Y-%m-%d")
+    except ValueError:
+        return False
+    return True

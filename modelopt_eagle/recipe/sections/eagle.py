@@ -54,6 +54,11 @@ class EagleSection(Section):
     draft_vocab_path: str | None = Field(
         None, description="Vocabulary map written by `scripts/calibrate_draft_vocab.py`; null: counted from the data."
     )
+    min_vocab_coverage: Share = Field(
+        0.25,
+        description="Stop if the draft vocabulary holds less than this share of the supervised tokens: the head could "
+        "never draft the rest.",
+    )
     aux_layer_ids: list[LayerId] | None = Field(
         None, description="Target layers whose outputs feed the head, counted from 0; null: 1, n//2-1 and n-4."
     )

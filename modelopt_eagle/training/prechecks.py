@@ -1,0 +1,105 @@
+"""What is looked at before a run costs anything: data paths, sizes of the vocabulary, and what templates are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from modelopt_eagle.common.files import file_sha256
+from modelopt_eagle.data.files import IN_MEMORY, check_sources, local_files
+from modelopt_eagle.data.vocab import required_ids
+from modelopt_eagle.errors import CheckpointError, RecipeError
+from modelopt_eagle.recipe import Recipe
+from modelopt_eagle.target import TableTarget
+from modelopt_eagle.target.chat import asks_for_date, chat_settings, keep_date, kept_date, set_chat_settings, today
+from modelopt_eagle.training.given import Given
+
+
+def check_paths(recipe: Recipe, given: Given) -> None:
+    """Refuse data paths that name nothing, before the target is loaded.
+
+    Raises:
+        DataError: a file or data set that is not there.
+        RecipeError: a folder of features that is not there.
+    """
+    data = recipe.data
+    reads = data.offline_data_path is None or data.on_missing != "fail"
+    paths = [data.train_path] if reads and given.data is None else []
+    paths += [data.eval_path] if data.eval_path is not None and given.eval_data is None else []
+    for path in paths:
+        if path != IN_MEMORY:
+            check_sources(path)
+    stored = data.offline_data_path
+    if stored is not None and data.on_missing == "fail" and not Path(stored).expanduser().is_dir():
+        raise RecipeError(f"data.offline_data_path: {stored} is no folder; name the one that a dump was written to")
+
+
+def data_files(recipe: Recipe) -> dict[str, str]:
+    """Digest of each file that a recipe reads conversations from, by its name in the recipe."""
+    data = recipe.data
+    if data.offline_data_path is not None and data.on_missing == "fail":
+        return {}
+    named = [path for path in (data.train_path, data.eval_path) if path not in (None, IN_MEMORY)]
+    files = [file for path in named for file in local_files(path)]
+    return {str(file): file_sha256(file) for file in files}
+
+
+def check_files(recipe: Recipe, state: dict) -> None:
+    """Refuse the result of a finished run whose data files are not those that it was trained on.
+
+    Raises:
+        CheckpointError: each file that differs.
+    """
+    before = state["provenance"].get("files")
+    if before is None:  # of a version that did not record them, or of rows in memory
+        return
+    now = data_files(recipe)
+    changed = [name for name in before if now.get(name) != before[name]]
+    if changed:
+        raise CheckpointError(
+            f"{recipe.training.output_dir}: the training there is complete, and it was done on other data: "
+            f"{', '.join(changed)} changed since. Name another training.output_dir to train on it, or bring it back"
+        )
+
+
+def check_vocabulary_size(recipe: Recipe, target: TableTarget) -> None:
+    """Refuse a draft vocabulary that cannot be made, before features are.
+
+    Raises:
+        RecipeError: it is too small for the tokens that are always in it.
+    """
+    size, total = recipe.eagle.draft_vocab_size, target.identity().vocab_size
+    if size is None or recipe.eagle.draft_vocab_path is not None:
+        return
+    needed = required_ids(target.tokenizer, total, target.end_token_ids)
+    if size < len(needed):
+        raise RecipeError(
+            f"eagle.draft_vocab_size is {size}, and {len(needed)} special and end tokens are always in a draft "
+            "vocabulary: choose more"
+        )
+
+
+def use_chat_settings(
+    recipe: Recipe, target: TableTarget, is_main: bool = True, barrier: Callable[[], None] = lambda: None
+) -> None:
+    """Give the target's chat template the recipe's arguments, and its day where it prints one.
+
+    Raises:
+        DataError: an argument that cannot be passed, or a date that cannot be pinned.
+    """
+    tokenizer, data = target.tokenizer, recipe.data
+    if tokenizer is None:
+        return
+    template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
+    date = data.template_date
+    if date is None and asks_for_date(template):
+        store = data.offline_data_path
+        folders = [Path(recipe.training.output_dir), *([] if store is None else [Path(store).expanduser()])]
+        date = next((found for folder in folders if (found := kept_date(folder)) is not None), None)
+        if date is None:
+            if is_main:
+                keep_date(folders[0], today())
+            barrier()
+            date = kept_date(folders[0])
+    if data.template_arguments or date is not None or chat_settings(tokenizer).arguments:
+        set_chat_settings(tokenizer, data.template_arguments, date)
