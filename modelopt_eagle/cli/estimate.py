@@ -111,6 +111,7 @@ def read_data(recipe) -> tuple[int, int, int]:
     report = prepare_dataset(
         tokenizer, data.train_path, unknown_role=data.unknown_role, role_aliases=data.role_aliases,
         max_rows=data.max_rows, max_length=data.max_length, overlong=data.overlong, workers=data.workers,
+        columns=data.columns, text_boundary=data.text_boundary,
         supervise_reasoning=data.supervise_reasoning, supervise_tool_calls=data.supervise_tool_calls,
         vision=vision_of(tokenizer, place, load_config(place, *options), *options),
     ).report  # fmt: skip

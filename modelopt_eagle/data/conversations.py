@@ -1,5 +1,6 @@
 """Conversations out of files: both schemas, roles mapped by name, every row accounted for."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_eagle.data.files import SHIPPED, SourceRow, read_rows, rows_in_memory
+from modelopt_eagle.data.layouts import marked_text, renamed, token_row, with_messages
 from modelopt_eagle.data.report import DataReport, RowRejected
 from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, row_id
 from modelopt_eagle.data.tools import tools_of
@@ -26,6 +28,9 @@ class Conversation:
         tools: descriptions of tools, which the template renders.
         template_arguments: variables of the template for this conversation alone, such as ``enable_thinking``; they
             win over those of the run.
+        text: in place of messages, a text that is formatted already, and its answers, see
+            :func:`~modelopt_eagle.data.layouts.marked_text`.
+        tokens: in place of messages, ids and supervised flags that another tool made.
     """
 
     id: str
@@ -34,6 +39,8 @@ class Conversation:
     place: str = ""
     tools: tuple[dict, ...] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    text: tuple[str, tuple[tuple[int, int, int], ...]] | None = None
+    tokens: tuple[tuple[int, ...], tuple[bool, ...]] | None = None
 
     @property
     def prompted(self) -> list[int]:
@@ -61,6 +68,8 @@ def read_conversations(
     unknown_role: str = "fail",
     role_aliases: Mapping[str, str] | None = None,
     max_rows: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    text_boundary: str | Sequence[str] | None = None,
 ) -> ConversationSet:
     """Read ``messages`` and ``conversations`` rows from files or hub data sets; ``"quickstart"`` is the shipped file.
 
@@ -72,11 +81,13 @@ def read_conversations(
         unknown_role: ``"fail"`` stops at a role that is not known, ``"drop"`` leaves the row out and counts it.
         role_aliases: further role names, such as ``{"my_model_v2": "assistant"}``.
         max_rows: read only this many rows.
+        columns: our names of columns → those of the data, see :mod:`modelopt_eagle.data.layouts`.
+        text_boundary: what stands before an answer in rows of ``text``, and what ends it.
 
     Raises:
         DataError: a file that cannot be read, an unknown role under ``fail``, or no row left.
     """
-    return _collect(read_rows(sources, SHIPPED), unknown_role, role_aliases, max_rows)
+    return _collect(read_rows(sources, SHIPPED), unknown_role, role_aliases, max_rows, columns, text_boundary)
 
 
 def conversations_of(
@@ -86,22 +97,29 @@ def conversations_of(
     unknown_role: str = "fail",
     role_aliases: Mapping[str, str] | None = None,
     max_rows: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    text_boundary: str | Sequence[str] | None = None,
 ) -> ConversationSet:
     """The same for rows in memory: see :func:`~modelopt_eagle.data.files.rows_in_memory`.
 
     Args:
         rows: dictionaries as they would stand in a file, or lists of messages.
         name: what messages call them; places are ``rows[number]``.
-        unknown_role, role_aliases, max_rows: as for :func:`read_conversations`.
+        unknown_role, role_aliases, max_rows, columns, text_boundary: as for :func:`read_conversations`.
 
     Raises:
         DataError: as :func:`read_conversations`, or something that is no dictionary.
     """
-    return _collect(rows_in_memory(rows, name), unknown_role, role_aliases, max_rows)
+    return _collect(rows_in_memory(rows, name), unknown_role, role_aliases, max_rows, columns, text_boundary)
 
 
 def _collect(
-    rows: Iterable[SourceRow], unknown_role: str, role_aliases: Mapping[str, str] | None, max_rows: int | None
+    rows: Iterable[SourceRow],
+    unknown_role: str,
+    role_aliases: Mapping[str, str] | None,
+    max_rows: int | None,
+    columns: Mapping[str, str] | None,
+    text_boundary: str | Sequence[str] | None,
 ) -> ConversationSet:
     if unknown_role not in ("fail", "drop"):
         raise DataError(f"unknown_role must be fail or drop, found {unknown_role!r}")
@@ -110,19 +128,19 @@ def _collect(
             raise DataError(f"the role alias {name}={role} must map to system, user or assistant")
     report = DataReport()
     kept: list[Conversation] = []
-    seen: dict[str, tuple[int, tuple[Message, ...]]] = {}  # id → number of its file, turns
-    for index, row in enumerate(rows):
-        if max_rows is not None and index >= max_rows:
-            break
+    seen: dict[str, tuple[int, tuple]] = {}  # id → number of its file, content
+    for index, row in enumerate(itertools.islice(rows, max_rows)):
         report.read += 1
         try:
-            conversation = _unique(_conversation(row, index, role_aliases, report), row, seen, report)
+            row = renamed(row, columns)
+            made = _made_already(row, index, text_boundary) or _conversation(row, index, role_aliases, report)
+            conversation = _unique(made, row, seen, report)
         except RowRejected as error:
             if error.reason == "unknown_role" and unknown_role == "fail":
                 raise
             report.drop(error.reason, str(error))
             continue
-        seen[conversation.id] = (row.source, conversation.messages)
+        seen[conversation.id] = (row.source, (conversation.messages, conversation.text, conversation.tokens))
         kept.append(conversation)
     if not kept:
         raise DataError(f"no usable conversation among {report.read} rows: {report.reasons() or 'no rows'}")
@@ -137,8 +155,8 @@ def _unique(conversation: Conversation, row: SourceRow, seen: Mapping, report: D
     """
     if conversation.id not in seen:
         return conversation
-    source, messages = seen[conversation.id]
-    if source == row.source or messages == conversation.messages:
+    source, content = seen[conversation.id]
+    if source == row.source or content == (conversation.messages, conversation.text, conversation.tokens):
         raise RowRejected("duplicate_id", f"{row.place}: the id {conversation.id!r} is taken by an earlier row")
     renamed = replace(conversation, id=f"{conversation.id}@{row.source + 1}")
     if renamed.id in seen:
@@ -147,7 +165,24 @@ def _unique(conversation: Conversation, row: SourceRow, seen: Mapping, report: D
     return renamed
 
 
+def _made_already(row: SourceRow, index: int, text_boundary: str | Sequence[str] | None) -> Conversation | None:
+    """A row of token ids or of formatted text; ``None`` for one of messages."""
+    tokens = token_row(row)
+    turns = any(key in row.value for key in ("messages", "conversations", "prompt", "instruction"))
+    text = (
+        None
+        if tokens is not None or turns
+        else marked_text(row, [text_boundary] if isinstance(text_boundary, str) else text_boundary or ())
+    )
+    if tokens is None and text is None:
+        return None
+    name, category = row_id(row, index), str(row.value.get("category") or "all")
+    refuse_half_characters(row.place, name, category, text[0] if text else "")
+    return Conversation(name, (), category, row.place, text=text, tokens=tokens)
+
+
 def _conversation(row: SourceRow, index: int, aliases: Mapping[str, str] | None, report: DataReport) -> Conversation:
+    row = with_messages(row)
     messages = messages_of(row, aliases, report)
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
     conversation = Conversation(

@@ -147,12 +147,17 @@ def prepare_dataset(
     sources: str | Path | Sequence[str | Path],
     *,
     unknown_role: str = "fail",
-    role_aliases: dict[str, str] | None = None,
+    role_aliases: Mapping[str, str] | None = None,
     max_rows: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    text_boundary: str | Sequence[str] | None = None,
     **options,
 ) -> TokenizedDataset:
     """:func:`read_conversations`, then :func:`tokenize_conversations` with ``options``."""
-    found = read_conversations(sources, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows)
+    found = read_conversations(
+        sources, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows, columns=columns,
+        text_boundary=text_boundary,
+    )  # fmt: skip
     return tokenize_conversations(tokenizer, found, **options)
 
 
@@ -162,12 +167,17 @@ def prepare_rows(
     *,
     name: str = "rows",
     unknown_role: str = "fail",
-    role_aliases: dict[str, str] | None = None,
+    role_aliases: Mapping[str, str] | None = None,
     max_rows: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    text_boundary: str | Sequence[str] | None = None,
     **options,
 ) -> TokenizedDataset:
     """:func:`prepare_dataset` for rows in memory: see :func:`~modelopt_eagle.data.files.rows_in_memory`."""
-    found = conversations_of(rows, name=name, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows)
+    found = conversations_of(
+        rows, name=name, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows, columns=columns,
+        text_boundary=text_boundary,
+    )  # fmt: skip
     return tokenize_conversations(tokenizer, found, **options)
 
 
@@ -192,14 +202,17 @@ def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _
                     "image_without_processor",
                     "the row has images, and the target reads none, or its features come from an engine or a server",
                 )
-            rendered.append(render_conversation(tokenizer, conversation, special, options.supervision))
+            if conversation.tokens is None:
+                rendered.append(render_conversation(tokenizer, conversation, special, options.supervision))
+            else:
+                rendered.append([RenderedRow(conversation.id, "", [], (), conversation)])
         except RowRejected as error:
             _drop(report, error, conversation)
-    plain = [row for texts in rendered for row in texts if not row.pictured]
+    plain = [row for texts in rendered for row in texts if not _made_otherwise(row)]
     encoded = iter(encode_rows(tokenizer, plain, special, report, options.supervise_cut_ends))
     rows = []
     for texts in rendered:
-        pieces = [(text, piece) for text in texts for piece in ([(None, None)] if text.pictured else next(encoded))]
+        pieces = [(text, piece) for text in texts for piece in ([None] if _made_otherwise(text) else next(encoded))]
         report.fanned_out += len(pieces) - 1
         for number, (text, piece) in enumerate(pieces):
             name = text.id if len(pieces) == 1 else f"{text.id}#{number}"
@@ -208,6 +221,11 @@ def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _
             except RowRejected as error:
                 _drop(report, error, text.conversation)
     return rows, report
+
+
+def _made_otherwise(row: RenderedRow) -> bool:
+    """Whether its ids do not come from its text alone."""
+    return row.pictured or row.conversation.tokens is not None
 
 
 def _drop(report: DataReport, error: RowRejected, conversation: Conversation) -> None:
@@ -225,11 +243,18 @@ def _row(tokenizer, text: RenderedRow, piece, name: str, special: SpecialTokens,
     conversation = text.conversation
     if isinstance(piece, RowRejected):
         raise piece
-    if text.pictured:
+    images = None
+    if conversation.tokens is not None:
+        ids, flags = list(conversation.tokens[0]), list(conversation.tokens[1])
+        if max(ids) >= len(tokenizer):
+            raise RowRejected(
+                "malformed_message", f"id {max(ids)}, the tokenizer has {len(tokenizer)}: is it another one?"
+            )
+    elif text.pictured:
         ids, flags, images = _encode_with_images(tokenizer, text, special, options, report)
     else:
-        (ids, flags), images = piece, None
-        if uses_generation_tags(tokenizer) and tokenizer.is_fast:
+        ids, flags = piece
+        if text.messages and uses_generation_tags(tokenizer) and tokenizer.is_fast:
             flags = apply_generation_tags(tokenizer, text, ids, flags, conversation.place)
     row = TokenizedRow(name, conversation.category, ids, flags, 0, images, dict(conversation.template_arguments))
     row = _fit(row, options, report, conversation.place)

@@ -1,15 +1,22 @@
-"""Rows of JSON out of files and hub data sets, each with the place it came from (``file:line``).
+"""Rows out of files, folders and hub data sets, each with the place it came from (``file:line``).
 
-Formats: ``.jsonl`` (one object a line, blank lines ignored), a JSON array of objects, and hub data sets named
-``owner/name`` or ``owner/name:split`` (extra ``data``). Which of the two file formats it is follows from the first
-character, not from the file's ending.
+What a file is follows from its first bytes, not from its name: JSON lines (blank ones ignored), a JSON array of
+objects, either of them compressed by gzip or zstd, or parquet. Tables of text are known by their names (``.csv``,
+``.tsv``). Patterns (``chats/*.jsonl``) stand for the files that they match, ascending. A folder is a data set that
+``datasets`` saved, or a clone of one of the hub; a name ``owner/name`` is one of the hub.
 """
 
+import csv
+import glob
+import gzip
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import DataError
@@ -23,9 +30,13 @@ SHIPPED = {"quickstart": ASSETS / "quickstart_conversations.jsonl"}
 IN_MEMORY = "in-memory"
 """What a recipe says in place of a file where the rows were given in Python."""
 
-_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
-_NO_FILE = "{source}: no such file; give an existing .jsonl or .json file, or a hub data set as owner/name"
-_FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv")
+_HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+){0,2}$")
+_FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv", ".tsv", ".gz", ".zst")
+_NO_FILE = (
+    "{source}: no such file; give an existing .jsonl, .json, .parquet or .csv file (also .gz, .zst), a folder of a "
+    "data set, a pattern that matches some, or a hub data set as owner/name"
+)
+_GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 
 
 @dataclass(frozen=True)
@@ -48,35 +59,55 @@ class SourceRow:
 def read_rows(
     sources: str | Path | Sequence[str | Path], names: Mapping[str, str | Path] | None = None
 ) -> Iterator[SourceRow]:
-    """Yield the objects of one or several files or hub data sets, in order.
+    """Yield the objects of one or several files, folders or hub data sets, in order, without holding them all.
 
     Args:
-        sources: paths, hub names, or keys of ``names``.
+        sources: paths, patterns, hub names (``owner/name``, ``owner/name:split``, ``owner/name:config:split``; a folder
+            may be followed by ``:split`` as well), or keys of ``names``.
         names: short names, such as ``quickstart``, and what they stand for.
 
     Raises:
-        DataError: a file is missing, empty, not UTF-8, or holds a line that is not a JSON object (the message has file
-            and line).
+        DataError: a file is missing, empty, not UTF-8, damaged, or holds a line that is not a JSON object (the message
+            has file and line).
     """
     if isinstance(sources, (str, Path)):
         sources = [sources]
     if not sources:
         raise DataError("no data file was given; name at least one .jsonl file (data.path in the recipe, --data here)")
-    for number, source in enumerate(sources):
+    number = 0
+    for source in sources:
         if source == IN_MEMORY:
             raise DataError(
                 "the rows of this recipe were given in Python: name a file as data.train_path, or give data= again"
             )
-        source = (names or {}).get(str(source), source)
-        path = Path(source).expanduser()
-        if path.is_dir():
-            raise DataError(f"{source} is a folder; a .jsonl or .json file was expected (several files may be listed)")
-        if path.is_file():
-            yield from _numbered(_read_file(path), number)
-        elif _names_hub_set(str(source)):
-            yield from _numbered(_read_hub(str(source)), number)
-        else:
-            raise DataError(_NO_FILE.format(source=source))
+        for found in _matching((names or {}).get(str(source), source)):
+            yield from _numbered(_read_source(found), number)
+            number += 1
+
+
+def _read_source(source: str | Path) -> Iterator[SourceRow]:
+    path = Path(source).expanduser()
+    folder, _, split = str(source).rpartition(":")
+    if path.is_file():
+        return _read_file(path)
+    if path.is_dir():
+        return _read_folder(path, None)
+    if folder and Path(folder).expanduser().is_dir():
+        return _read_folder(Path(folder).expanduser(), split)
+    if names_hub_set(str(source)):
+        return _read_hub(str(source))
+    raise DataError(_NO_FILE.format(source=source))
+
+
+def _matching(source: str | Path) -> list[str | Path]:
+    """The files that a pattern matches, ascending; the source itself if it is none."""
+    text = str(Path(source).expanduser()) if isinstance(source, Path) else str(source)
+    if not re.search(r"[*?\[]", text) or Path(text).expanduser().exists():
+        return [source]
+    found = sorted(path for path in glob.glob(str(Path(text).expanduser()), recursive=True) if Path(path).is_file())
+    if not found:
+        raise DataError(f"{source}: no file matches this pattern")
+    return list(found)
 
 
 def check_sources(sources: str | Path | Sequence[str | Path]) -> None:
@@ -86,21 +117,27 @@ def check_sources(sources: str | Path | Sequence[str | Path]) -> None:
         DataError: no such file, and no name of a hub data set.
     """
     for source in [sources] if isinstance(sources, (str, Path)) else sources:
-        if str(source) in SHIPPED:
-            continue
-        path = Path(source).expanduser()
-        if not path.exists() and not _names_hub_set(str(source)):
-            raise DataError(_NO_FILE.format(source=source))
+        if str(source) not in SHIPPED:
+            for found in _matching(source):
+                path, folder = Path(found).expanduser(), Path(str(found).rpartition(":")[0] or ".").expanduser()
+                named = ":" in str(found) and folder.is_dir()
+                if not (path.exists() or named or names_hub_set(str(found))):
+                    raise DataError(_NO_FILE.format(source=found))
 
 
 def local_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files on this disk that sources name."""
+    """The files on this disk that sources name, those in named folders among them."""
     named = [sources] if isinstance(sources, (str, Path)) else sources
-    paths = [Path(SHIPPED.get(str(source), source)).expanduser() for source in named]
-    return [path for path in paths if path.is_file()]
+    files: list[Path] = []
+    for source in named:
+        for found in _matching(SHIPPED.get(str(source), source)):
+            path = Path(found).expanduser()
+            files += sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [path for path in files if path.is_file()]
 
 
-def _names_hub_set(source: str) -> bool:
+def names_hub_set(source: str) -> bool:
+    """Whether a text can be the name of a data set of the hub."""
     return bool(_HUB_NAME.match(source)) and not source.split(":")[0].endswith(_FILE_ENDINGS)
 
 
@@ -146,15 +183,66 @@ def _row_in_memory(value: object, place: str) -> dict:
 
 def _read_file(path: Path) -> Iterator[SourceRow]:
     with open(path, "rb") as handle:
-        head = handle.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
-    if not head and not path.read_bytes().strip(b"\xef\xbb\xbf \t\r\n"):
+        magic = handle.read(4)
+    if magic == _PARQUET:
+        yield from _read_parquet(path)
+    elif path.suffix.lower() in (".csv", ".tsv"):
+        yield from _read_table(path, "\t" if path.suffix.lower() == ".tsv" else ",")
+    else:
+        yield from _read_json(path)
+
+
+def _read_json(path: Path) -> Iterator[SourceRow]:
+    with _unpacked(path) as handle:
+        head, begun = b"", True
+        while begun and not head:
+            block = handle.read(4096)
+            begun, head = bool(block), block.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if not head:
         raise DataError(f'{path} is empty; expected one JSON object a line, such as {{"messages": [...]}}')
     yield from _read_array(path) if head.startswith(b"[") else _read_lines(path)
 
 
+class _unpacked:
+    """A file's bytes, unpacked; what a damaged archive raises becomes a :class:`DataError` with its name."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self) -> "_unpacked":
+        with open(self.path, "rb") as handle:
+            magic = handle.read(4)
+        if magic[:2] == _GZIP:
+            self._handle: Any = gzip.open(self.path, "rb")
+        elif magic == _ZSTD:
+            zstandard = require_extra("zstandard", "data")
+            self._handle = io.BufferedReader(zstandard.open(self.path, "rb"))
+        else:
+            self._handle = open(self.path, "rb")
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._handle.close()
+
+    def read(self, size: int = -1) -> bytes:
+        """Up to ``size`` bytes."""
+        return self._guarded(lambda: self._handle.read(size))
+
+    def lines(self) -> Iterator[bytes]:
+        """Line by line."""
+        while line := self._guarded(self._handle.readline):
+            yield line
+
+    def _guarded(self, action) -> bytes:
+        try:
+            return action()
+        except Exception as error:  # gzip and zstandard raise kinds of their own
+            raise DataError(f"{self.path}: damaged or cut off ({type(error).__name__}: {error})") from error
+
+
 def _read_lines(path: Path) -> Iterator[SourceRow]:
-    with open(path, "rb") as handle:
-        for number, raw in enumerate(handle, start=1):
+    with _unpacked(path) as handle:
+        for number, raw in enumerate(handle.lines(), start=1):
             place = f"{path}:{number}"
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
@@ -163,7 +251,8 @@ def _read_lines(path: Path) -> Iterator[SourceRow]:
 
 
 def _read_array(path: Path) -> Iterator[SourceRow]:
-    text = _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
+    with _unpacked(path) as handle:
+        text = _decode(handle.read().removeprefix(b"\xef\xbb\xbf"), str(path))
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -171,6 +260,8 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
             f"{path}:{error.lineno}: broken JSON array ({error.msg}, column {error.colno}); "
             "mend that line, or write one object a line (.jsonl)"
         ) from error
+    except RecursionError as error:
+        raise DataError(f"{path}: JSON nested too deep to be conversations") from error
     if not values:
         raise DataError(f"{path} holds an empty array; expected conversation objects")
     for index, value in enumerate(values):
@@ -180,18 +271,101 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
         yield SourceRow(value, place, path.parent)
 
 
+def _read_table(path: Path, delimiter: str) -> Iterator[SourceRow]:
+    """Rows of a table whose first line names the columns; every value is text."""
+    with _unpacked(path) as handle:
+        text = _decode(handle.read().removeprefix(b"\xef\xbb\xbf"), str(path))
+    csv.field_size_limit(2**31 - 1)  # texts are long
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        if not reader.fieldnames:
+            raise DataError(f"{path} is empty; expected a first line with the names of the columns")
+        for row in reader:
+            place = f"{path}:{reader.line_num}"
+            if None in row or None in row.values():
+                raise DataError(f"{place}: another number of values than the first line names columns")
+            yield SourceRow(dict(row), place, path.parent)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: no table of text ({error})") from error
+
+
+def _read_parquet(path: Path) -> Iterator[SourceRow]:
+    parquet, index = require_extra("pyarrow.parquet", "data"), 0
+    try:
+        with closing(parquet.ParquetFile(path)) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for value in batch.to_pylist():
+                    yield SourceRow(_without_nothing(value), f"{path}[{index}]", path.parent)
+                    index += 1
+    except DataError:
+        raise
+    except Exception as error:  # pyarrow raises kinds of its own
+        raise DataError(f"{path}: damaged, or no parquet file ({type(error).__name__}: {error})") from error
+    if not index:
+        raise DataError(f"{path} holds no rows")
+
+
+def _read_folder(path: Path, split: str | None) -> Iterator[SourceRow]:
+    """A data set in a folder: saved by ``save_to_disk``, or with data files as a clone of one of the hub has."""
+    datasets = require_extra("datasets", "data")
+    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    files = [p for p in path.rglob("*") if p.is_file() and p.name.endswith((*_FILE_ENDINGS, ".arrow"))]
+    if not saved and not files:
+        raise DataError(f"{path} is a folder without data files; a .jsonl or .json file was expected, or a data set")
+    try:
+        found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+    except Exception as error:  # the library raises many kinds
+        raise DataError(f"{path}: no data set that `datasets` reads ({type(error).__name__}: {error})") from error
+    yield from _rows_of(_split_of(found, split, str(path)), str(path), path)
+
+
+def _split_of(found: Any, split: str | None, name: str):
+    """One split of what was loaded.
+
+    Raises:
+        DataError: a split that is not there, or several and none named.
+    """
+    if not isinstance(found, Mapping):
+        if split is not None:
+            raise DataError(f"{name} has no splits: leave :{split} out")
+        return found
+    wanted = split or ("train" if "train" in found or len(found) != 1 else next(iter(found)))
+    if wanted not in found:
+        raise DataError(f"{name} has the splits {', '.join(map(str, found))}: name one as {name}:SPLIT")
+    return found[wanted]
+
+
 def _read_hub(name: str) -> Iterator[SourceRow]:
     datasets = require_extra("datasets", "data")
-    repository, _, split = name.partition(":")
+    repository, *named = name.split(":")
+    split = named[-1] if named else "train"
     try:
-        rows = datasets.load_dataset(repository, split=split or "train")
+        rows = (
+            datasets.load_dataset(repository, named[0], split=split)
+            if len(named) == 2
+            else datasets.load_dataset(repository, split=split)
+        )
     except Exception as error:  # the library raises many kinds: network, missing split, unknown name
         raise DataError(
             f"{name} is no local file, and as a hub data set it could not be loaded ({type(error).__name__}: {error}); "
-            "check the name, name a split as owner/name:split, or give a local .jsonl file"
+            "check the name, name a split as owner/name:split (a configuration: owner/name:config:split), or give a "
+            "local .jsonl file"
         ) from error
+    yield from _rows_of(rows, name, None)
+
+
+def _rows_of(rows: Iterable[Mapping], name: str, folder: Path | None) -> Iterator[SourceRow]:
     for index, value in enumerate(rows):
-        yield SourceRow(dict(value), f"{name}[{index}]")
+        yield SourceRow(_without_nothing(dict(value)), f"{name}[{index}]", folder)
+
+
+def _without_nothing(value):
+    """A value of a typed table without the keys that other rows of it have, and this one holds nothing under."""
+    if isinstance(value, dict):
+        return {key: _without_nothing(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nothing(item) for item in value]
+    return value
 
 
 def _decode(raw: bytes, place: str) -> str:
@@ -208,6 +382,8 @@ def _object(text: str, place: str) -> dict:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: broken JSON ({error.msg}, column {error.colno}); mend or remove the line") from error
+    except RecursionError as error:
+        raise DataError(f"{place}: JSON nested too deep to be a conversation") from error
     if not isinstance(value, dict):
         raise DataError(f"{place}: expected a JSON object on each line, found {type(value).__name__}")
     return value

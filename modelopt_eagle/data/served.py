@@ -88,6 +88,10 @@ def render_conversation(
     Raises:
         RowRejected: no answer of it can be used; the reason is that of the first.
     """
+    if conversation.text is not None:
+        text, spans = conversation.text
+        answers = [AnswerSpan(*span, turn, False) for turn, span in enumerate(spans)]
+        return [RenderedRow(conversation.id, text, answers, (), conversation)]
     rows: list[RenderedRow] = []
     errors: list[RowRejected] = []
     for turn in conversation.learned:

@@ -154,6 +154,8 @@ def read_data(recipe: Recipe, target: TableTarget, paths, rows=None, name: str =
         "max_length": data.max_length,
         "target_window": getattr(target.config, "max_position_embeddings", None),
         "overlong": data.overlong,
+        "columns": data.columns,
+        "text_boundary": data.text_boundary,
         "supervise_reasoning": data.supervise_reasoning,
         "supervise_tool_calls": data.supervise_tool_calls,
         "workers": data.workers,

@@ -61,11 +61,11 @@ def test_second_turn_follows_the_answer_that_was_given(target, good_head, prompt
     dialogue = answer_dialogues(
         PseudoSpeculativeGenerator(target, good_head), prompts[:1], max_new_tokens=32, batch_size=8
     )[0]
-    said = target.tokenizer.decode(first, skip_special_tokens=True)
+    said = target.tokenizer.decode(first).removesuffix(target.tokenizer.eos_token)
     assert [message.role for message in dialogue.messages] == ["user", "assistant", "user", "assistant"]
     assert dialogue.messages[1].content == said
     second = plain.generate([prompt_ids(target, dialogue.messages[:3])], 32).tokens[0]
-    assert dialogue.messages[3].content == target.tokenizer.decode(second, skip_special_tokens=True)
+    assert dialogue.messages[3].content == target.tokenizer.decode(second).removesuffix(target.tokenizer.eos_token)
     assert dialogue.tokens == len(first) + len(second)
 
 

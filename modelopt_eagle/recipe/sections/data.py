@@ -18,8 +18,8 @@ class DataSection(Section):
 
     train_path: str | list[str] = Field(
         "quickstart",
-        description="JSONL file(s) of `messages` or `conversations` rows, or `quickstart` (the conversations shipped). "
-        "With `offline_data_path` the rows come from the store instead.",
+        description="File(s), patterns, folders or hub data sets of conversations (docs/data.md lists what is read), "
+        "or `quickstart` (the conversations shipped). With `offline_data_path` the rows come from the store instead.",
     )
     eval_path: str | list[str] | None = Field(
         None,
@@ -63,6 +63,16 @@ class DataSection(Section):
         0.2,
         description="Stop if less than this share of the rows read, or of their tokens, is used: the rest was dropped "
         "or cut, for the reasons that are named.",
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Columns under other names: `{prompt: question, completion: best_answer}` (docs/data.md lists "
+        "ours).",
+    )
+    text_boundary: str | list[str] | None = Field(
+        None,
+        description="For rows of `text` that are formatted already: what stands before an answer, or that and what "
+        "ends it, as a list of two.",
     )
     max_rows: Positive | None = Field(None, description="Use only the first rows of the data; null: all.")
     offline_data_path: str | None = Field(
@@ -119,6 +129,13 @@ class DataSection(Section):
     @classmethod
     def _paths_are_named(cls, value: str | list[str] | None) -> str | list[str] | None:
         need(value is None or (bool(value) and all(value)), "expected a path or a list of paths, found an empty one")
+        return value
+
+    @field_validator("text_boundary")
+    @classmethod
+    def _boundary_is_one_or_two(cls, value: str | list[str] | None) -> str | list[str] | None:
+        marks = [value] if isinstance(value, str) else value
+        need(marks is None or (len(marks) in (1, 2) and all(marks)), f"expected one or two texts, found {value!r}")
         return value
 
     @field_validator("template_date")

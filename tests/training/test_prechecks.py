@@ -1,0 +1,129 @@
+"""What is said before a run costs anything, what a finished one was trained on, and what its template was told."""
+
+import json
+
+import pytest
+import torch
+
+import modelopt_eagle.training.run as run
+from modelopt_eagle import train
+from modelopt_eagle.data.vocab import required_ids, save_draft_vocab
+from modelopt_eagle.draft import DraftVocab
+from modelopt_eagle.errors import CheckpointError, DataError, RecipeError, TrainingError
+from modelopt_eagle.target import chat
+from modelopt_eagle.target.identity import tokenizer_hash
+from modelopt_eagle.target.tiny import make_byte_tokenizer, make_tiny_target
+from tests.training.runs import interrupt_at, small_recipe, write_conversations
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_conversations(tmp_path / "data.jsonl")
+
+
+def saved_map(folder, tokenizer, ids, size=256):
+    t2d = torch.zeros(size, dtype=torch.bool)
+    t2d[list(ids)] = True
+    d2t = t2d.nonzero().squeeze(-1) - torch.arange(len(set(ids)))
+    return save_draft_vocab(folder, DraftVocab(d2t, t2d), {"tokenizer_hash": tokenizer_hash(tokenizer)})
+
+
+@pytest.mark.parametrize("key", ["data.train_path", "data.eval_path", "data.offline_data_path"])
+def test_a_misspelt_path_is_found_before_the_target_is_loaded(tiny_target_dir, data, tmp_path, monkeypatch, key):
+    monkeypatch.setattr(run, "load", lambda *arguments: pytest.fail("the target was loaded"))
+    wrong = tmp_path / "no" / "such.jsonl"
+    with pytest.raises((DataError, RecipeError), match="no such file|is no folder"):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run", f"{key}={wrong}"), quiet=True)
+
+
+def test_a_map_of_other_data_stops_the_run(tiny_target_dir, tiny_target, data, tmp_path):
+    path = saved_map(tmp_path / "map", tiny_target.tokenizer, [0, 1, 2, 3, *range(180, 240)])
+    recipe = small_recipe(tiny_target_dir, data, tmp_path / "run", f"eagle.draft_vocab_path={path}")
+    with pytest.raises(RecipeError, match=r"only \d+\.\d+% of the supervised tokens are inside.*min_vocab_coverage"):
+        train(recipe, quiet=True)
+
+
+def test_no_counted_position_stops_the_run(tiny_target_dir, data, tmp_path, monkeypatch):
+    nothing = lambda step, batch, generator: torch.zeros(step.depths, dtype=torch.int64)  # noqa: E731
+    monkeypatch.setattr(run.TrainingStep, "count_positions", nothing)
+    with pytest.raises(TrainingError, match="no position was counted in 2 steps"):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run"), quiet=True)
+
+
+def test_a_map_that_was_replaced_is_noticed(tiny_target_dir, tiny_target, data, tmp_path, monkeypatch):
+    path = saved_map(tmp_path / "map", tiny_target.tokenizer, [0, 1, 2, 3, *range(30, 130)])
+    recipe = small_recipe(tiny_target_dir, data, tmp_path / "run", f"eagle.draft_vocab_path={path}",
+                          "eagle.draft_vocab_size=null")  # fmt: skip
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 3)
+        assert not train(recipe, quiet=True).finished
+    saved_map(tmp_path / "map", tiny_target.tokenizer, [0, 1, 2, 3, *range(31, 131)])
+    with pytest.raises(CheckpointError, match="vocabulary: "):
+        train(recipe, quiet=True)
+
+
+def test_a_finished_run_notices_that_its_data_changed(tiny_target_dir, data, tmp_path):
+    recipe = small_recipe(tiny_target_dir, data, tmp_path / "run", "training.max_steps=1")
+    assert train(recipe, quiet=True).finished and train(recipe, quiet=True).finished
+    write_conversations(data, 25)
+    with pytest.raises(CheckpointError, match=r"training there is complete.*data\.jsonl changed since"):
+        train(recipe, quiet=True)
+
+
+def test_placeholders_of_a_tokenizer_are_not_required(tmp_path):
+    tokenizer = make_byte_tokenizer()
+    before = required_ids(tokenizer, 8000)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<unused{i}>" for i in range(3000)]})
+    assert required_ids(tokenizer, 8000) == before == [0, 1, 2, 3]
+    counts = torch.zeros(8000, dtype=torch.int64)
+    counts[400] = 1
+    assert required_ids(tokenizer, 8000, [7], counts) == [0, 1, 2, 3, 7, 400]
+    tokenizer.chat_template += "<unused5>"
+    assert tokenizer.convert_tokens_to_ids("<unused5>") in required_ids(tokenizer, 8000)
+
+
+def test_a_vocabulary_too_small_is_refused_before_features(tiny_target_dir, data, tmp_path):
+    with pytest.raises(RecipeError, match="eagle.draft_vocab_size is 3, and 4 special and end tokens"):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run", "eagle.draft_vocab_size=3"), quiet=True)
+
+
+def test_rows_are_cut_at_the_targets_own_window(tmp_path, data, capsys):
+    make_tiny_target(tmp_path / "short", max_positions=48)
+    train(small_recipe(tmp_path / "short", data, tmp_path / "run", "training.max_steps=1"))
+    said = "".join(capsys.readouterr())
+    assert "truncated at 48 tokens (the target's own window)" in said
+
+
+def test_too_little_of_the_data_stops_the_run(tiny_target_dir, data, tmp_path):
+    recipe = small_recipe(tiny_target_dir, data, tmp_path / "run", "data.max_length=60", "data.overlong=drop",
+                          "data.min_used_share=0.9")  # fmt: skip
+    with pytest.raises(DataError, match=r"only \d+ of 24 rows are used .*data.min_used_share: 0.9.*too_long"):
+        train(recipe, quiet=True)
+
+
+def test_arguments_and_date_are_the_runs_own(tiny_target_dir, tmp_path, data, monkeypatch):
+    from modelopt_eagle.export import load_draft
+    from modelopt_eagle.target.tiny import CHATML_TEMPLATE
+
+    template = "{{ strftime_now('%Y/%m/%d') + ('!' if loud else '.') }}" + CHATML_TEMPLATE
+    (tmp_path / "template.jinja").write_text(template)
+    recipe = small_recipe(
+        tiny_target_dir, data, tmp_path / "run", f"model.chat_template={tmp_path / 'template.jinja'}",
+        "data.template_arguments={loud: true}",
+    )  # fmt: skip
+    monkeypatch.setattr("modelopt_eagle.training.prechecks.today", lambda: "2026-01-31")
+    with monkeypatch.context() as patched:
+        interrupt_at(patched, 3)
+        assert not train(recipe, quiet=True).finished
+    monkeypatch.setattr("modelopt_eagle.training.prechecks.today", lambda: "2026-02-01")
+    result = train(recipe, quiet=True)  # tomorrow it goes on with the same rows
+    extra = load_draft(result.best_checkpoint).config.extra
+    assert extra["template_arguments"] == {"loud": True} and extra["template_date"] == "2026-01-31"
+    assert chat.kept_date(tmp_path / "run") == "2026-01-31"
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = template
+    chat.use_chat_record(tokenizer, extra)
+    from modelopt_eagle.data import Message, render_text
+
+    assert render_text(tokenizer, [Message("user", "q")], True).startswith("2026/01/31!")
+    assert json.loads((tmp_path / "run" / chat.DATE_FILE).read_text()) == {"template_date": "2026-01-31"}
