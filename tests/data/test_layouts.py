@@ -133,9 +133,8 @@ def test_pairs_of_columns_are_conversations(row, turns):
 
 def test_formatted_text_is_learned_behind_its_mark():
     tokenizer = make_byte_tokenizer()
-    row = {
-        "text": "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\nU: r\n<|im_start|>assistant\nb<|im_end|>\n"
-    }
+    head = "<|im_start|>assistant\n"
+    row = {"text": f"<|im_start|>user\nq<|im_end|>\n{head}a<|im_end|>\nU: r\n{head}b<|im_end|>\n"}
     found = prepare_rows(tokenizer, [row], text_boundary=["<|im_start|>assistant\n", "<|im_end|>"])
     assert learned(tokenizer, found.rows[0]) == ["a<|im_end|>", "b<|im_end|>"]
     assert tokenizer.decode(found.rows[0].input_ids) == row["text"]
