@@ -1,0 +1,77 @@
+"""Find out under which convention a head drafts best: layers, map, norms, rotary base, alignment, each in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from modelopt_eagle.common.console import say
+from modelopt_eagle.errors import DecodingError
+
+ANOTHER_IS_BETTER = 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    from modelopt_eagle.cli._reading import add_reading_options
+
+    parser = argparse.ArgumentParser(
+        prog="modelopt-eagle diagnose",
+        description=__doc__,
+        epilog="Exit code 0: no convention beats the declared one; 1: one does, and the last line says how to declare "
+        "it; 2: bad input.",
+    )
+    parser.add_argument("--model_path", required=True, type=Path, help="a head of any tool, or a run's output folder")
+    parser.add_argument(
+        "--base_model",
+        "--base-model",
+        help="target: hub id, local folder, GGUF file, quickstart; default: the head's own",
+    )
+    parser.add_argument("--prompts", default="quickstart", help="prompts to answer, a .jsonl; default: the 80 shipped")
+    parser.add_argument("--num_samples", type=int, default=8, help="take this many, spread evenly (default 8)")
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="length of an answer (default 64)")
+    parser.add_argument("--num_steps", type=int, default=3, help="drafted tokens (default 3)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the target")
+    parser.add_argument("--device", default="cpu", help="of the target and the head (cpu)")
+    parser.add_argument(
+        "--chat_template", help="a Jinja chat template or a file with one, in place of the target's own"
+    )
+    parser.add_argument("--json", type=Path, help="write every number there")
+    add_reading_options(parser, base_model=False)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    for name in ("num_samples", "max_new_tokens", "num_steps"):
+        if getattr(arguments, name) < 1:
+            raise DecodingError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
+    from modelopt_eagle.cli._reading import read_options
+    from modelopt_eagle.cli.ar_validate import own_target
+    from modelopt_eagle.data.prompts import load_prompts
+    from modelopt_eagle.export import load_draft
+    from modelopt_eagle.target import load_target
+    from modelopt_eagle.validation.diagnose import diagnose
+
+    name = arguments.base_model
+    if name is None:
+        name = own_target(load_draft(arguments.model_path, options=read_options(arguments)).config.target_name)
+    if name is None:
+        raise DecodingError(f"{arguments.model_path} does not record its target: pass --base_model")
+    prompts = load_prompts(arguments.prompts, arguments.num_samples)
+    target = load_target(name, dtype=arguments.dtype, device=arguments.device, chat_template=arguments.chat_template)
+    module = load_draft(
+        arguments.model_path, vocab_size=target.vocab_size, dtype="float32", options=read_options(arguments, target)
+    )
+    found = diagnose(
+        target, module.to(target.device), prompts, num_steps=arguments.num_steps,
+        max_new_tokens=arguments.max_new_tokens, say=say,
+    )  # fmt: skip
+    print(found.text())
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+        print(f"written: {arguments.json}")
+    return 0 if found.best is None else ANOTHER_IS_BETTER
