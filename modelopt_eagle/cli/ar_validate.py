@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0, or 1 when the acceptance length is below ``--ar_lower_bound``.
+    """Run the command; returns 0, or 1 when the acceptance length is below ``--ar_lower_bound``.
 
     Raises:
         EagleError: bad input (exit code 2 through the dispatcher).

@@ -8,6 +8,7 @@ ARGMAX_ROWS = 64
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="calibrate_draft_vocab.py", description=__doc__)
     parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument(
@@ -37,7 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; raises ``EagleError`` for bad input."""
+    """Run the command; raises ``EagleError`` for bad input.
+
+    Returns:
+        the exit code.
+    """
     arguments = build_parser().parse_args(argv)
 
     from modelopt_eagle.data.dataset import prepare_dataset

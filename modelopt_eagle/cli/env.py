@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "pydantic", "accelerate", "t
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="modelopt-eagle env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)

@@ -64,7 +64,7 @@ def size(count: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command."""
+    """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="modelopt-eagle estimate", description=__doc__)
     parser.add_argument("--tokens", type=int, help="tokens of the data, in place of reading it")
     parser.add_argument("--rows", type=int, help="rows of the data, with --tokens (default: rows of data.max_length)")

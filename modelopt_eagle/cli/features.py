@@ -11,6 +11,7 @@ from modelopt_eagle.features.store import STORAGE_DTYPES, maintenance
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="modelopt-eagle features", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     inspect = actions.add_parser("inspect", help="rows, tokens, bytes, contract, lengths (reads manifests only)")

@@ -20,6 +20,7 @@ TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="modelopt-eagle serve-features",
         description=__doc__,
@@ -47,7 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; it ends when the server does."""
+    """Run the command; it ends when the server does.
+
+    Returns:
+        the exit code.
+    """
     args = build_parser().parse_args(argv)
     args.host = args.host.strip("[]")
     _check(args)

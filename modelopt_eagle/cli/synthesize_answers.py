@@ -6,6 +6,7 @@ from pathlib import Path
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="synthesize_answers.py", description=__doc__)
     parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument(

@@ -63,7 +63,11 @@ def flush_tree(folder: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Let two folders change names in one step; ``False`` where the system cannot (nothing is changed then)."""
+    """Let two folders change names in one step.
+
+    Returns:
+        whether they were; ``False`` where the system cannot, and then nothing is changed.
+    """
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2  # Linux, glibc 2.28
     except (OSError, AttributeError):

@@ -79,7 +79,7 @@ class _Guarded(io.TextIOWrapper):
 
 
 def flush(stream) -> OSError | None:
-    """Flush a stream; the failure, if there is one."""
+    """Flush a stream; returns the failure, if there is one."""
     try:
         stream.flush()
     except OSError as error:

@@ -84,6 +84,9 @@ def read_conversations(
         columns: our names of columns → those of the data, see :mod:`modelopt_eagle.data.layouts`.
         text_boundary: what stands before an answer in rows of ``text``, and what ends it.
 
+    Returns:
+        the conversations, and the account of all rows read.
+
     Raises:
         DataError: a file that cannot be read, an unknown role under ``fail``, or no row left.
     """

@@ -70,6 +70,9 @@ def render(tokenizer, conversation: Conversation, **options) -> list[TokenizedRo
     Args:
         options: those of :func:`tokenize_conversations`.
 
+    Returns:
+        a row, or several.
+
     Raises:
         DataError: the conversation was dropped; the message says why.
     """

@@ -306,6 +306,9 @@ def apply_generation_tags(tokenizer, row: RenderedRow, ids: list[int], flags: li
     Inside an answer the tags decide (a template may leave its reasoning out); the end-of-turn token is supervised
     either way. Outside, the tags may mark the assistant's header and what follows the end-of-turn token, nothing else.
 
+    Returns:
+        a flag for each id.
+
     Raises:
         RowRejected: ``generation_tags_disagree``.
     """

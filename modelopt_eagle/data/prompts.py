@@ -75,6 +75,9 @@ def load_prompts(
         limit: take this many, spread evenly over the file, so that files sorted by category keep their mix.
         images: whether prompts may have images.
 
+    Returns:
+        the prompts, in the order of the files.
+
     Raises:
         DataError: missing, empty or broken file (with line), a row in none of the three formats, an id used twice,
             or an image that is missing or not wanted.

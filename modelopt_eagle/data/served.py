@@ -85,6 +85,9 @@ def render_conversation(
 
     An answer that cannot be used leaves the others in place; it is named in ``RenderedRow.notes``.
 
+    Returns:
+        a text for each row, with the spans of its answers.
+
     Raises:
         RowRejected: no answer of it can be used; the reason is that of the first.
     """

@@ -138,6 +138,9 @@ def save_draft_vocab(folder: str | Path, vocab: DraftVocab, record: dict) -> Pat
     Args:
         folder: made if missing.
         record: what to remember beside the sizes; ``tokenizer_hash`` is what :func:`load_draft_vocab` checks.
+
+    Returns:
+        the file with the map.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,6 +161,9 @@ def load_draft_vocab(
         folder: what was written, or the ``draft_vocab.safetensors`` in it.
         tokenizer_hash: of the target at hand; a map of another tokenizer is refused.
         vocab_size: V of the target at hand; likewise.
+
+    Returns:
+        the map.
 
     Raises:
         CheckpointError: files missing or broken, a map of another tokenizer or of another vocabulary size.

@@ -37,7 +37,11 @@ class Divergence:
 def first_divergence(
     target: Target, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]
 ) -> Divergence | None:
-    """Compare two answers to a prompt; ``None`` if they are equal."""
+    """Compare two answers to a prompt.
+
+    Returns:
+        where they part first, ``None`` if they are equal.
+    """
     position = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     if position == len(one) == len(other):
         return None

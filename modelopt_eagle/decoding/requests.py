@@ -129,6 +129,9 @@ def make_requests(
 ) -> list[Request]:
     """Check the arguments of ``generate`` and make a request of each prompt.
 
+    Returns:
+        a request for each prompt, in order.
+
     Raises:
         DecodingError: no or empty prompts, ids outside the vocabulary, or a bad option.
     """

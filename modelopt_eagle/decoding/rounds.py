@@ -43,7 +43,11 @@ class Rounds(ABC):
         self._stack.close()
 
     def prefill(self, requests: list[Request], images=None) -> tuple[list[list[int]], list[None]]:
-        """Read all prompts, one of them if it has ``images``, and give each its first token."""
+        """Read all prompts, one of them if it has ``images``, and give each its first token.
+
+        Returns:
+            the first token of each row, and ``None`` for each, as nothing was drafted.
+        """
         begun = time.perf_counter()
         self.lengths = [len(request.prompt) for request in requests]
         longest = max(self.lengths)
@@ -85,7 +89,11 @@ class PlainRounds(Rounds):
         self.last = first[:, None]  # [B,1]
 
     def step(self, requests: list[Request]) -> tuple[list[list[int]], list[int]]:
-        """Read the last token of each row and choose the next."""
+        """Read the last token of each row and choose the next.
+
+        Returns:
+            the new token of each row, and that none was drafted.
+        """
         begun = time.perf_counter()
         logits, _ = self.runner.verify(self.last, self.lengths, self.sees, self.depths)  # [B,1,V]
         self.last = first_tokens(logits[:, 0], requests)[:, None]  # [B,1]

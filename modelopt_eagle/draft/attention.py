@@ -38,7 +38,7 @@ class QueryPlan:
 
     @classmethod
     def make(cls, rows: Tensor, starts: Tensor) -> QueryPlan:
-        """Cut the queries into chunks of at most ``MAX_QUERIES`` rows and ``MAX_SCORES`` pairs."""
+        """Cut the queries into chunks of at most ``MAX_QUERIES`` rows and ``MAX_SCORES`` pairs; returns the plan."""
         most = MAX_QUERIES.get(rows.device.type, MAX_QUERIES_ELSEWHERE)
         ends, begins = rows.tolist(), starts.tolist()
         chunks: list[tuple[int, int, int, int]] = []

@@ -33,7 +33,11 @@ class RoundTree:
 
 
 def build_round_tree(history: TreeHistory, plan: DraftPlan, roots: Tensor) -> RoundTree:
-    """Keep the best N-1 candidates of a history below the roots ``[B]`` (the last emitted tokens)."""
+    """Keep the best N-1 candidates of a history below the roots ``[B]`` (the last emitted tokens).
+
+    Returns:
+        the tree with its mask unpacked.
+    """
     tree = build_tree(
         history.scores, history.tokens, history.parent_list, plan.num_nodes, plan.branching, root_tokens=roots
     )

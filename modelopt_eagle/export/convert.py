@@ -168,7 +168,11 @@ def write_checked(
     options: ReadOptions,
     adapter: Path | None,
 ) -> ExportReport:
-    """Write a foreign layout, read it back by our reader and compare, as an export does."""
+    """Write a foreign layout, read it back by our reader and compare, as an export does.
+
+    Returns:
+        what was written and compared.
+    """
     tensors, data = files()
     card = model_card(module.config, universal_config(module.config, dtype), report={}, notes=[])
     with whole_folder(path, overwrite) as folder:
@@ -203,6 +207,9 @@ def convert_checkpoint(
             layers there are.
         dtype: of the result; also accepts a source that mixes dtypes.
         strict: as in :func:`~modelopt_eagle.export.load.read_head`.
+
+    Returns:
+        what was written, and how it compared with its source.
 
     Raises:
         CheckpointError: the source cannot be read without guessing.

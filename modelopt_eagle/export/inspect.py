@@ -106,6 +106,9 @@ def dtype_notes(dtypes: list[str], target: torch.dtype | None) -> list[str]:
 def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Inspection:
     """Look into a folder without refusing what is wrong with it.
 
+    Returns:
+        what was found, faults among it.
+
     Raises:
         CheckpointError: nothing there that could be looked into (no folder, no readable weights or config).
     """

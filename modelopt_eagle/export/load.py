@@ -164,6 +164,9 @@ def read_head(
         quantised: also read a quantised folder, as a head that computes with its packed numbers; such a head can be
             measured, and neither trained nor exported.
 
+    Returns:
+        the head with the layout and the folder that it was read from.
+
     Raises:
         CheckpointError: see the modules of this room; the message names the folder and what mends it.
     """

@@ -204,6 +204,9 @@ def quantize_drafter(
         dtype: of the tensors that stay unquantised; ``None`` keeps theirs.
         adapter: as in ``export_checkpoint``.
 
+    Returns:
+        what was written, with the acceptance before and after where it was measured.
+
     Raises:
         ExportError: the head lost more than ``max_drop``; or see :func:`calibrate`.
     """

@@ -112,6 +112,9 @@ def export_checkpoint(
         tensor_parallel: the size that will serve the head: its sizes are checked, a reduced draft vocabulary is padded
             to a multiple.
 
+    Returns:
+        what was written, and how it compared with the trained head.
+
     Raises:
         ExportError: the folder exists, the head does not fit the target, or reads back differently.
         CheckpointError: the vocabulary map is unset or broken.
@@ -170,7 +173,11 @@ def export_own_layout(
     rope_scaling: dict[str, Any] | None = None,
     adapter: str | Path | None = None,
 ) -> ExportReport:
-    """Write a head whose drafter has a layout of its own; arguments and errors as for :func:`export_checkpoint`."""
+    """Write a head whose drafter has a layout of its own; arguments and errors as for :func:`export_checkpoint`.
+
+    Returns:
+        what was written.
+    """
     if strangers := sorted(set(for_engines or {}) - set(layout.engines)):
         raise ExportError(
             f"{', '.join(strangers)} serves no {algorithm_of(config).title} heads; engines that do: "

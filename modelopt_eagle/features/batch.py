@@ -113,6 +113,9 @@ class FeatureContract:
     def from_dict(cls, values: dict) -> FeatureContract:
         """Read a contract that :meth:`to_dict` wrote.
 
+        Returns:
+            the contract.
+
         Raises:
             FeatureError: an unknown or missing field, or a newer format version.
         """
@@ -140,6 +143,7 @@ class FeatureContract:
         return cls(**values)
 
     def to_dict(self) -> dict:
+        """Plain data, which :meth:`from_dict` reads."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return values | {"aux_layer_ids": list(self.aux_layer_ids)}
 
@@ -276,7 +280,7 @@ class FeatureBatch:
     contract: FeatureContract
 
     def to(self, device=None, dtype: torch.dtype | None = None) -> FeatureBatch:
-        """Move all tensors to ``device`` and cast the two states to ``dtype``."""
+        """Move all tensors to ``device`` and cast the two states to ``dtype``, in a new batch, which is returned."""
 
         def move(tensor, cast=None):
             return None if tensor is None else tensor.to(device=device, dtype=cast, non_blocking=True)
@@ -310,6 +314,9 @@ def collate(
         rows: at least one row; all made under ``contract``.
         contract: checked against every row's shapes.
         aux_hidden, final_hidden: [N, A·Ht] and [N, Ht] if the rows' states lie packed already (the rows hold views).
+
+    Returns:
+        the batch ``[1, N]``, a document for each row.
 
     Raises:
         FeatureError: no rows, or a row whose shapes break the contract.

@@ -54,6 +54,9 @@ def recompute(reader, target, sample: int = 8) -> list[RowCheck]:
         target: the loaded target.
         sample: rows looked at, spread evenly.
 
+    Returns:
+        a comparison for each row looked at.
+
     Raises:
         FeatureError: the contract names another target, tokenizer or layers than there are; or all of the sample's
             rows have images.

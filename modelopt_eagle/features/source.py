@@ -188,6 +188,9 @@ class MemorySource(PlannedSource):
             dtype: in which states are held.
             batch_tokens: padded tokens of one forward.
             progress: called with (tokens done, tokens in all) after every row.
+
+        Returns:
+            a source that holds all rows.
         """
         rows = rows_of(dataset)
         contract = FeatureContract.from_target(target, aux_layer_ids)

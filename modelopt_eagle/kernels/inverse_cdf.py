@@ -54,7 +54,11 @@ def check_values(target_probs: Tensor, **uniforms: Tensor) -> None:
 
 
 def draw_reference(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token a row: probabilities [B,V], uniforms [B] -> [B] int64, -1 for a row without mass."""
+    """Draw one token a row: probabilities [B,V], uniforms [B] -> [B] int64, -1 for a row without mass.
+
+    Returns:
+        ``[B]`` int64.
+    """
     probabilities = probabilities.double()  # [B,V]
     cumulated = probabilities.cumsum(-1)  # [B,V]
     positive = probabilities > 0  # [B,V]

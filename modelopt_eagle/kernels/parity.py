@@ -50,7 +50,7 @@ class Cases:
         return torch.rand(shape, generator=self.generator)
 
     def place(self, tensor: Tensor) -> Tensor:
-        """Move to the device in one of several memory layouts."""
+        """Move to the device in one of several memory layouts; returns the same values."""
         tensor = tensor.to(self.device)
         layout = self.choose.choice(["plain", "strided", "transposed", "sliced"])
         if layout == "strided":  # every second element of the last dimension
@@ -316,7 +316,11 @@ def small_blocks():
 
 
 def run_checks(device: str, backend: str, cases: int, seed: int = 0, names=tuple(CHECKS)) -> dict[str, list[str]]:
-    """Run ``cases`` cases of each named check, every second with small blocks: the failures of each, empty if none."""
+    """Run ``cases`` cases of each named check, every second with small blocks: the failures of each, empty if none.
+
+    Returns:
+        the failures of each, empty if none.
+    """
     failures: dict[str, list[str]] = {}
     for name in names:
         failures[name] = []

@@ -52,6 +52,9 @@ class CudaGraphRecorder:
     def record(self, region: Region, inputs: Sequence[Tensor]) -> Replay:
         """Warm up on a side stream (kernels are compiled, workspaces made), then capture.
 
+        Returns:
+            what repeats it, see :class:`Recorder`.
+
         Raises:
             DecodingError: the capture fails and ``fall_back`` is off.
         """

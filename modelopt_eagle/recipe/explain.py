@@ -83,12 +83,14 @@ def _fault_message(fault: ErrorDetails) -> str:
 
 
 def unknown_section(section: str) -> str:
+    """A sentence on a section that the schema does not know, with the nearest name."""
     near = nearest_section(section)
     hint = f"; nearest: {near}" if near else ""
     return f"unknown section {section!r}{hint} (sections: {', '.join(Recipe.sections())})"
 
 
 def unknown_key(section: str, key: str) -> str:
+    """A sentence on a key that its section does not know, with the nearest name."""
     near = nearest_key(section, key)
     hint = f"; nearest valid name: {near.removeprefix(section + '.')}" if near else "; see docs/recipes.md"
     return f"unknown key {key!r} in section {section!r}{hint}"

@@ -65,6 +65,9 @@ def find_engine_python(given: str | Path | None, engine: str = "vllm") -> Path:
 def run_engine(python: Path, engine: str, job: dict[str, Any], timeout: float = 3600) -> dict[str, Any]:
     """Run one job in the engine's interpreter; see its script for the two dictionaries.
 
+    Returns:
+        the script's result.
+
     Raises:
         ExportError: the engine failed (the end of its output is in the message), or took too long.
     """
@@ -247,6 +250,9 @@ class ServingCheck:
             export_path: the exported folder, which the engine loads.
             checkpoint: the head as it was trained, which our generator runs; default the exported folder. With it
                 the export is given to the engine unread, so that a fault of the export is seen in what is served.
+
+        Returns:
+            the comparison, and whether it passes.
 
         Raises:
             ExportError: the engine fails to start or to load the head.

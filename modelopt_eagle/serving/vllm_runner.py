@@ -45,6 +45,7 @@ def difference(after, before):
 
 
 def main(job_path, result_path):
+    """Run the job of the first file; write its result into the second."""
     with open(job_path, encoding="utf-8") as stream:
         job = json.load(stream)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

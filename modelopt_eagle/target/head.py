@@ -29,7 +29,11 @@ class TargetHead:
 
     @classmethod
     def from_config(cls, config, weight: Tensor, bias: Tensor | None = None) -> TargetHead:
-        """Build the head of a model from its text config and its tables (``weight`` [V, Ht], ``bias`` [V] or None)."""
+        """Build the head of a model from its text config and its tables (``weight`` [V, Ht], ``bias`` [V] or None).
+
+        Returns:
+            the head.
+        """
         scale = 1.0
         if getattr(config, "logit_scale", None) is not None:
             scale *= float(config.logit_scale)

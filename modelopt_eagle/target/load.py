@@ -48,6 +48,9 @@ def load_target(
         trust_remote_code: run model code from the checkpoint.
         chat_template: replaces the tokenizer's: a Jinja template, or a file that holds one.
 
+    Returns:
+        the target, its model in evaluation mode and without gradients.
+
     Raises:
         TargetError: nothing there, incomplete, not a causal language model (by its class, or because its states
             change with later tokens), or of an unknown type.

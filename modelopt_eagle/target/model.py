@@ -150,6 +150,9 @@ class Target:
                 forward puts images and text together, and a captured state is what the next layer gets: with the
                 features of the images that some models add between layers, as vLLM captures it.
 
+        Returns:
+            ``aux_hidden`` [B, S, A·Ht] and ``final_hidden`` [B, S, Ht] after the final norm.
+
         Raises:
             TargetError: bad layer ids, or a backbone whose output is not that of its final norm.
         """

@@ -37,6 +37,9 @@ def find_parts(model: nn.Module, config) -> TargetParts:
         model: a transformers model with an output head; parameters may be on the meta device.
         config: its text config.
 
+    Returns:
+        the modules, and the name of each inside the model.
+
     Raises:
         TargetError: a part was not found, or more than one fits; near matches are listed.
     """

@@ -95,6 +95,9 @@ def load_target_tables(
     Args:
         name, dtype, device, revision, trust_remote_code, chat_template: as in ``load_target``; ``device`` is a device.
 
+    Returns:
+        the tables, frozen, with config, tokenizer and identity.
+
     Raises:
         TargetError: no safetensors, a file that is cut short, a table that is missing, ambiguous, of another size, or
             quantised; near matches are listed.

@@ -119,6 +119,9 @@ def walk(module: DraftModule, view: BatchView, target_top1: Tensor, num_steps: i
         view: of the batch, whole.
         target_top1: ``[N]`` int64 argmax of the target's full logits, read where the next token is supervised.
         num_steps: K, drafted tokens a step.
+
+    Returns:
+        accepted drafts, steps and acceptance by position, summed over the batch.
     """
     predictions, states = algorithm_of(module.config).drafts(module, view, num_steps)
     lengths = accepted_lengths(module, predictions, states, view, target_top1).tolist()  # [N]

@@ -119,6 +119,9 @@ class CheckpointFolder:
             best_step: step of the checkpoint to keep and to point at.
             adapter: the target's ``TargetAdapter``, if it has one.
 
+        Returns:
+            the checkpoint's folder.
+
         Raises:
             CheckpointError: the disk is full or refuses; older checkpoints are as they were.
         """
@@ -205,6 +208,9 @@ class CheckpointFolder:
 
     def read(self, folder: Path) -> Checkpoint:
         """Read one complete checkpoint.
+
+        Returns:
+            what it holds.
 
         Raises:
             CheckpointError: it was written by another number of processes, or holds what no run of ours writes.

@@ -186,7 +186,11 @@ class SplitRows:
 
 
 def split_rows(recipe: Recipe, target: TableTarget, given: Given) -> SplitRows:
-    """Read the data, and the rows that are evaluated on: given, named, or held out of the data."""
+    """Read the data, and the rows that are evaluated on: given, named, or held out of the data.
+
+    Returns:
+        both, and the lines that say so.
+    """
     dataset = read_data(recipe, target, recipe.data.train_path, given.data)
     header, paths = dataset.header().splitlines(), recipe.data.eval_path
     if given.eval_data is not None:

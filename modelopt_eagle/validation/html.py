@@ -64,6 +64,9 @@ over {{ report.steps }} steps of {{ report.prompts }} prompts.</p>
 def write_html(report: AcceptanceReport, path: str | Path) -> Path:
     """Write the report.
 
+    Returns:
+        the file.
+
     Raises:
         MissingExtraError: matplotlib or jinja2 is not installed.
     """

@@ -79,7 +79,7 @@ class AcceptanceReport:
         return data
 
     def write_json(self, path: str | Path) -> Path:
-        """Write ``acceptance.json`` whole or not at all."""
+        """Write ``acceptance.json`` whole or not at all; returns the file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")

@@ -204,7 +204,11 @@ class DraftLoop(RoundLoop):
         return torch.stack(drafted, 1)
 
     def tree(self, output: Tensor, lengths: list[int]) -> TreeHistory:
-        """Expand a tree of branching T and depth D; arguments as for :meth:`chain`."""
+        """Expand a tree of branching T and depth D; arguments as for :meth:`chain`.
+
+        Returns:
+            every candidate that was scored.
+        """
         return self.expand(output, self._where(lengths, output.device))
 
     def round_tree(self, output: Tensor, lengths: list[int], roots: Tensor) -> RoundTree:

@@ -139,7 +139,11 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
         }
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Begin to copy newly finished requests; report those whose blocks may be freed."""
+        """Begin to copy newly finished requests; report those whose blocks may be freed.
+
+        Returns:
+            ids of requests whose blocks may be freed, and ``None``: nothing is received here.
+        """
         if self._mailbox is not None:
             self._mailbox.check()  # ends the engine, and with it vLLM's server and its /health
         if self.has_connector_metadata() and self._serves:
@@ -212,12 +216,16 @@ class EagleFeatureConnector(KVConnectorBase_V1, SupportsHMA):
         """No token is loaded from elsewhere."""
 
     def build_connector_meta(self, scheduler_output) -> KVConnectorMetadata:
-        """Tell the worker which requests have finished since the last step."""
+        """Tell the worker which requests have finished since the last step; returns what the worker is told."""
         finished, self._finished = self._finished, []
         return _Metadata(finished)
 
     def request_finished(self, request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a finished request until its states are copied; tell the client where to fetch them."""
+        """Keep the blocks of a finished request until its states are copied; tell the client where to fetch them.
+
+        Returns:
+            whether vLLM must keep the blocks, and what the server's answer carries.
+        """
         if not block_ids or request.prompt_token_ids is None or request.num_computed_tokens < request.num_prompt_tokens:
             return False, None  # aborted before its prompt was computed
         self._finished.append(_Finished(request.request_id, list(request.prompt_token_ids), list(block_ids)))

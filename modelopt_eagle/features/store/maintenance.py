@@ -72,6 +72,9 @@ class StoreSummary:
 def summarise(folder: str | Path) -> StoreSummary:
     """Read the manifests of a store and add up; no shard is opened.
 
+    Returns:
+        rows, tokens, bytes and lengths.
+
     Raises:
         FeatureError: no store, or manifests that disagree.
     """
@@ -117,6 +120,9 @@ def verify(
         folder: the store.
         drop_bad: delete bad shards and their entries, so that the next dump makes their rows again.
         progress: called with (bytes read, bytes in all).
+
+    Returns:
+        what was read, and every fault with its place.
 
     Raises:
         FeatureError: no store, manifests that disagree, or a dump is running while ``drop_bad`` is asked for.

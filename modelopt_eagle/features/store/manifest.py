@@ -51,6 +51,9 @@ class ShardEntry:
         Args:
             values: the parsed JSON, whatever it is.
 
+        Returns:
+            the entry.
+
         Raises:
             ValueError: says what is not as this writer writes it.
         """
@@ -122,6 +125,9 @@ class Manifest:
     @classmethod
     def load(cls, path: Path) -> Manifest:
         """Read one manifest file.
+
+        Returns:
+            the manifest.
 
         Raises:
             FeatureError: not a manifest, a damaged one, or one of another format version.

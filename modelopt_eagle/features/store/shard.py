@@ -38,6 +38,9 @@ def open_shard(folder: Path, entry: ShardEntry, contract: FeatureContract, check
         contract: the store's contract.
         checksum: read the whole file and compare its sha256.
 
+    Returns:
+        its tensors by name, mapped into memory.
+
     Raises:
         FeatureError: names the shard: cut, altered, of other rows or another contract, or not a number.
     """

@@ -77,6 +77,9 @@ class CompletionsClient:
     def run(self, token_ids: Sequence[int]) -> Ticket:
         """Run the target over some tokens.
 
+        Returns:
+            what the mailbox's message is fetched by.
+
         Raises:
             StreamTimeout: no answer in time, the server is gone, busy, or failed (5xx): another one may be asked.
             StreamError: it refused (4xx; the message holds its own words), or answered nonsense.

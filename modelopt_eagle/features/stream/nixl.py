@@ -51,7 +51,11 @@ class NixlSender:
         self._offers: dict[str, tuple[Tensor, object, float]] = {}
 
     def offer(self, payload: bytes) -> dict:
-        """Let a trainer read ``payload``; the value of ``nixl`` in the message's header."""
+        """Let a trainer read ``payload``; the value of ``nixl`` in the message's header.
+
+        Returns:
+            the value of ``nixl`` in the message's header.
+        """
         memory = torch.frombuffer(bytearray(payload), dtype=torch.uint8)  # [bytes]
         registered = self._agent.register_memory(memory)
         offer = secrets.token_hex(8)
