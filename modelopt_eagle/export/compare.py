@@ -7,6 +7,7 @@ import torch
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.base import DraftModule
+from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.errors import ExportError
 
 TOLERANCE = 1e-5
@@ -15,10 +16,7 @@ TOLERANCE = 1e-5
 
 def rebuilt(module: DraftModule, config: DraftConfig) -> DraftModule:
     """The same tensors under another config (same shapes)."""
-    with torch.random.fork_rng(devices=[]):
-        other = type(module)(config, module.vocab)
-    other.load_state_dict(module.state_dict(), assign=True)
-    return other
+    return bare_head(type(module), config, module.vocab, module.state_dict())
 
 
 def compare(written: DraftModule, module: DraftModule, dtype: torch.dtype) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.draft.base import DraftModule
+from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.draft.rotary import check_scaling
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.target.load import architecture_of
@@ -44,8 +45,6 @@ def holds_copy(module: EagleModule, table: Tensor | None) -> bool:
 def with_own_embedding(module: EagleModule, table: Tensor | None) -> EagleModule:
     """The same head with ``table [V, H]`` as its own embedding, or without any for ``None``; ``module`` stays."""
     config = dataclasses.replace(module.config, own_embedding=table is not None)
-    with torch.random.fork_rng(devices=[]):  # the initial numbers are thrown away
-        other = EagleModule(config, module.vocab)
     state = {name: tensor for name, tensor in module.state_dict().items() if name != "embed_tokens.weight"}
     if table is not None:
         if table.shape != (config.vocab_size, config.hidden_size):
@@ -54,8 +53,7 @@ def with_own_embedding(module: EagleModule, table: Tensor | None) -> EagleModule
                 f"[{config.vocab_size}, {config.hidden_size}]: it is a head for another target"
             )
         state["embed_tokens.weight"] = table.detach().to("cpu", module.fc.weight.dtype)
-    other.load_state_dict(state, assign=True)
-    return other
+    return bare_head(EagleModule, config, module.vocab, state)
 
 
 def without_copy(module: EagleModule, table: Tensor | None) -> EagleModule:
@@ -156,11 +154,8 @@ def with_vocabulary(head: DraftModule, vocab: DraftVocab) -> tuple[DraftModule, 
     weight = head.lm_head.weight
     rows = torch.where(kept[:, None], weight[before.clamp(min=0)], weight.mean(0, keepdim=True))  # [Vd,H]
     config = dataclasses.replace(head.config, draft_vocab_size=vocab.size)
-    with torch.random.fork_rng(devices=[]):  # the initial numbers are thrown away
-        moved = type(head)(config, vocab)
     state = {**head.state_dict(), "lm_head.weight": rows, "d2t": vocab.d2t.cpu(), "t2d": vocab.t2d.cpu()}
-    moved.load_state_dict(state, assign=True)
-    return moved, int(kept.sum())
+    return bare_head(type(head), config, vocab, state), int(kept.sum())
 
 
 def with_padded_vocabulary(head: DraftModule, multiple: int) -> tuple[DraftModule, int]:

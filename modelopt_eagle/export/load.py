@@ -12,6 +12,7 @@ from modelopt_eagle.common.dtypes import dtype_name, parse_dtype
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import Algorithm, algorithm_of, config_from_dict, find_algorithm, known_algorithms
 from modelopt_eagle.draft.base import DraftModule
+from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config, with_head_rows
@@ -128,8 +129,7 @@ def head_module(
         CheckpointError: tensors that are not those of the config, a broken map, numbers that are not finite.
     """
     vocab = vocab_of(tensors, config.draft_vocab_size, config.vocab_size, where, convention)
-    with torch.random.fork_rng(devices=[]):  # the initial numbers are overwritten; leave the caller's stream alone
-        module = algorithm_of(config).module(config, vocab)
+    module = bare_head(algorithm_of(config).module, config, vocab)
     check_names(tensors, config, module, where)
     state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     if dtype is not None:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.errors import CheckpointError
 
 SINGLE_FILES = ("model.safetensors", "draft.safetensors", "pytorch_model.bin")
@@ -170,8 +171,7 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, module: EagleMo
 
 def module_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's tensors, the map apart."""
-    with torch.random.fork_rng(devices=[]):  # its numbers are thrown away; leave the caller's stream alone
-        state = EagleModule(config).state_dict()
+    state = bare_head(EagleModule, config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ("d2t", "t2d")}
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.draft.module import EagleModule
 
 LENGTH = 6
@@ -27,10 +28,8 @@ def probe(module: EagleModule, seed: int = 0) -> Tensor:
     The second step reads :meth:`EagleModule.next_state`, so every flag of the head takes part.
     """
     config = module.config
-    with torch.random.fork_rng(devices=[]):
-        copy = EagleModule(config, module.vocab)
-    copy.load_state_dict({name: tensor.cpu() for name, tensor in module.state_dict().items()})
-    copy = copy.float().eval()
+    tensors = {name: tensor.cpu().clone() for name, tensor in module.state_dict().items()}
+    copy = bare_head(EagleModule, config, module.vocab, tensors).float().eval()
     generator = torch.Generator().manual_seed(seed)
     aux = torch.randn(LENGTH, config.fc_input_size, generator=generator)  # [S,A·Ht]
     embeddings = torch.randn(2, LENGTH, config.hidden_size, generator=generator)  # [2,S,H]
