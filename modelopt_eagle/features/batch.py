@@ -66,6 +66,8 @@ class FeatureContract:
         hidden_size: Ht, width of one state of the target.
         vocab_size: V, size of the target's vocabulary.
         format_version: version of the row schema; older ones that are still read do not count as a difference.
+        end_token_ids: what ended an answer when the rows were masked (``target/stops.py``); ``None`` if nobody wrote it
+            down, as in stores of before it was kept, and then no difference to anything.
     """
 
     model: str
@@ -78,9 +80,12 @@ class FeatureContract:
     hidden_size: int
     vocab_size: int
     format_version: int = FORMAT_VERSION
+    end_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "aux_layer_ids", tuple(int(i) for i in self.aux_layer_ids))
+        if self.end_token_ids is not None:
+            object.__setattr__(self, "end_token_ids", tuple(int(i) for i in self.end_token_ids))
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any], aux_layer_ids, dtype: str = "float32") -> FeatureContract:
@@ -107,7 +112,7 @@ class FeatureContract:
     def from_target(cls, target: RunningTarget, aux_layer_ids=None, dtype: str = "float32") -> FeatureContract:
         """The contract of features that ``target`` makes; the default three layers if no ids are given."""
         ids = target.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids
-        return cls.from_identity(target.identity(), ids, dtype)
+        return replace(cls.from_identity(target.identity(), ids, dtype), end_token_ids=target.end_token_ids)
 
     @classmethod
     def from_dict(cls, values: dict) -> FeatureContract:
@@ -133,7 +138,7 @@ class FeatureContract:
             raise FeatureError(
                 f"unknown contract fields {unknown}; a version {FORMAT_VERSION} contract has {sorted(names)}"
             )
-        if missing := sorted(names - set(values)):
+        if missing := sorted(names - set(values) - {"end_token_ids"}):
             raise FeatureError(
                 f"contract fields {missing} are missing; a version {FORMAT_VERSION} contract has {sorted(names)}"
             )
@@ -145,13 +150,16 @@ class FeatureContract:
     def to_dict(self) -> dict:
         """Plain data, which :meth:`from_dict` reads."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"aux_layer_ids": list(self.aux_layer_ids)}
+        ends = None if self.end_token_ids is None else list(self.end_token_ids)
+        return values | {"aux_layer_ids": list(self.aux_layer_ids), "end_token_ids": ends}
 
     def differences(self, expected: FeatureContract, ignore: tuple[str, ...] = ("dtype",)) -> list[str]:
         """One line for each field in which these features differ from what a recipe asks for."""
         lines = []
         for field in fields(self):
             found, wanted = getattr(self, field.name), getattr(expected, field.name)
+            if field.name == "end_token_ids" and None in (found, wanted):
+                continue
             if field.name not in (*ignore, "format_version") and found != wanted:
                 lines.append(f"{field.name}: the features were made with {found!r}, this run has {wanted!r}")
         return lines

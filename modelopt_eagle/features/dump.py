@@ -103,7 +103,8 @@ class EngineBackEnd:
         self.tokenizer = tables.tokenizer
         self.end_token_ids = tables.end_token_ids
         self.window = getattr(tables.config, "max_position_embeddings", None)
-        self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
+        contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
+        self.contract = replace(contract, end_token_ids=self.end_token_ids)
 
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
         """See :class:`BackEnd`."""

@@ -307,6 +307,11 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
         f"features: {recipe.data.offline_data_path} ({reader.contract.dtype}{kind})",
         held_out_line(len(parts[1])),
     ]
+    if (made := reader.contract.end_token_ids) not in (None, tables.end_token_ids):
+        header.append(
+            f"features: their answers end with the tokens {list(made)}, today's target stops at "
+            f"{list(tables.end_token_ids)}; what they supervise is kept"
+        )
     for line in header:
         say(line)
     if not report.supervised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.data.vocab import count_supervised
@@ -37,6 +38,7 @@ def from_servers_or_filled_store(
         raise RecipeError("data.eval_path is for runs whose target is loaded: set it to null (rows are held out)")
     dataset = read_data(recipe, target, recipe.data.train_path, None if given is None else given.data)
     contract = FeatureContract.from_identity(target.identity(), aux_layer_ids, "bfloat16")
+    contract = replace(contract, end_token_ids=target.end_token_ids)
     header = dataset.header().splitlines()
     if recipe.data.asks_servers:
         urls = split_list(recipe.data.streaming_server_url)

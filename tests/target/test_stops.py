@@ -1,18 +1,20 @@
 """What ends an answer is one rule over tokenizer, generation config and config, whoever asks."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from modelopt_eagle.data import Prompt
+from modelopt_eagle.data import Prompt, prepare_dataset
 from modelopt_eagle.decoding import PlainGenerator
 from modelopt_eagle.errors import TargetError
-from modelopt_eagle.features.dump import EngineBackEnd, TargetBackEnd
+from modelopt_eagle.features.dump import EngineBackEnd, TargetBackEnd, dump
+from modelopt_eagle.features.store import StoreReader
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target, load_target_tables
 from modelopt_eagle.target.stops import find_end_token_ids, read_generation_config
 from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.training.data import read_data
+from modelopt_eagle.training.data import from_store, read_data
 from modelopt_eagle.validation.synthesis import SynthesisSettings, answer_prompts
 
 TEMPLATE = (
@@ -71,6 +73,25 @@ def test_the_same_ids_online_offline_streamed_and_dumped(folder, ends, tmp_path)
         (row,) = read_data(recipe, loaded, str(data)).rows
         learned = [token for token, flag in zip(row.input_ids, row.supervised, strict=True) if flag]
         assert loaded.tokenizer.decode(learned) == "so~"  # the end token of the generation config is learned
+
+
+def test_a_store_keeps_what_it_was_made_with(folder, ends, tmp_path):
+    target = load_target(folder)
+    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    rows = prepare_dataset(target.tokenizer, tmp_path / "talk.jsonl", end_token_ids=target.end_token_ids).rows
+    dump(TargetBackEnd(target, (1, 3, 4)), rows, tmp_path / "store", dtype="float32")
+    contract = StoreReader(tmp_path / "store").contract
+    assert contract.end_token_ids == ends
+    assert not contract.differences(replace(contract, end_token_ids=None))
+    assert "end_token_ids" in contract.differences(replace(contract, end_token_ids=(2,)))[0]
+    recipe = load_recipe(None, [f"model.base_model={folder}", f"data.offline_data_path={tmp_path / 'store'}"])
+    said = []
+    tables = load_target_tables(folder)
+    from_store(recipe, tables, (1, 3, 4), said.append)
+    assert not any("stops at" in line for line in said)
+    from_store(recipe, replace(tables, end_token_ids=(2,)), (1, 3, 4), said.append)
+    assert any(f"end with the tokens {list(ends)}, today's target stops at [2]" in line for line in said)
 
 
 def test_decoding_stops_at_each_of_them(tmp_path):
