@@ -110,8 +110,8 @@ def test_decoding_stops_at_each_of_them(tmp_path):
     assert output.finish_reasons == ["eos"] * 3
     assert generator.generate(prompts, 24, eos_token_id=[]).tokens == free  # what a user gives wins
     settings = SynthesisSettings("toy", max_new_tokens=24)
-    (row,) = answer_prompts(generator, [Prompt("q", "", ("why?",))], settings)
-    ids = target.tokenizer(row["messages"][-1]["content"], add_special_tokens=False)["input_ids"]
+    (answered,) = answer_prompts(generator, [Prompt("q", "", ("why?",))], settings)
+    ids = target.tokenizer(answered.messages[-1].content, add_special_tokens=False)["input_ids"]
     assert not set(ids) & set(said)
 
 
