@@ -54,7 +54,7 @@ class CheckpointFiles:
         return tuple(self._handle(key).get_slice(key).get_shape())
 
     def tensor(self, key: str) -> Tensor:
-        """Read one tensor, in the dtype it is stored in; returns it, on the CPU."""
+        """Read one tensor; returns it on the CPU, in the dtype it is stored in."""
         if key not in self._file_of:
             raise TargetError(f"{self.place}: expected a tensor {key}, found none")
         tensor = self._handle(key).get_tensor(key)

@@ -121,7 +121,7 @@ def walk(module: DraftModule, view: BatchView, target_top1: Tensor, num_steps: i
         num_steps: K, drafted tokens a step.
 
     Returns:
-        accepted drafts, steps and acceptance by position, summed over the batch.
+        the accepted drafts of each step of every answer.
     """
     predictions, states = algorithm_of(module.config).drafts(module, view, num_steps)
     lengths = accepted_lengths(module, predictions, states, view, target_top1).tolist()  # [N]
