@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modelopt_eagle.common.files import whole_file, write_whole
+from modelopt_eagle.common.files import read_json, whole_file, write_whole
 from modelopt_eagle.data.encode import TokenizedRow
 from modelopt_eagle.draft import DraftVocab
 from modelopt_eagle.errors import CheckpointError, DataError
@@ -178,9 +178,9 @@ def load_draft_vocab(
             )
     try:
         tensors = load_file(folder / WEIGHTS)
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except SafetensorError as error:
         raise CheckpointError(f"{folder}: the map cannot be read ({error}); make it again") from error
+    record = read_json(folder / RECORD, CheckpointError, "make the map again")
     if set(tensors) != {"d2t", "t2d"}:
         raise CheckpointError(
             f"{folder / WEIGHTS}: expected the tensors d2t and t2d, found {', '.join(sorted(tensors))}"

@@ -11,9 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
+from modelopt_eagle.common.files import read_json
+from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.chat import chat_settings
 
 MARKER_FILE = "modelopt_eagle_target.json"  # in converted folders: {"model": name, "revision": of the GGUF file}
+_CONVERT_AGAIN = "remove its folder, the target is converted again"
 _BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
@@ -101,7 +104,7 @@ def folder_fingerprint(folder: Path) -> str:
     """
     marker = folder / MARKER_FILE
     if marker.is_file():
-        return json.loads(marker.read_text(encoding="utf-8"))["revision"]
+        return read_json(marker, TargetError, _CONVERT_AGAIN)["revision"]
     files = [folder / "config.json", *sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])]
     parts = [[path.name, file_fingerprint(path)] for path in files if path.is_file()]
     return _digest(json.dumps(parts).encode())
@@ -121,7 +124,7 @@ def local_name(folder: Path) -> str:
     """The name of a local model: what a converted folder says of itself, or the name of the folder."""
     marker = folder / MARKER_FILE
     if marker.is_file():
-        return json.loads(marker.read_text(encoding="utf-8"))["model"]
+        return read_json(marker, TargetError, _CONVERT_AGAIN)["model"]
     return folder.resolve().name
 
 
