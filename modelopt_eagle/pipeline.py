@@ -321,7 +321,9 @@ def data_facts(recipe: Recipe, result: TrainingResult) -> str | None:
 def recipe_facts(recipe: Recipe) -> str:
     """For the card: each setting of head, training and adapters that is not the default, paths left out."""
     facts = []
-    for section in ("eagle", "training", "target_lora"):
+    for section in recipe.sections():
+        if section in ("model", "data", "validation", "export"):
+            continue
         values = getattr(recipe, section)
         for key, field in type(values).model_fields.items():
             value = getattr(values, key)

@@ -140,7 +140,8 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     target_parameters = sum(p.numel() for p in target.parameters())
     algorithm = find_algorithm(recipe.drafter.algorithm)
     config_of_head = algorithm.head_config(recipe, config, eagle.draft_vocab_size, eagle.aux_layer_ids)
-    cost, depths = algorithm.cost(config_of_head), algorithm.depths(algorithm.settings(recipe))
+    settings = algorithm.settings(recipe)
+    cost, depths = algorithm.cost(config_of_head), algorithm.depths(settings)
     dtype = model.load_arguments()["dtype"]
     dtype = dtype_name(getattr(text, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     contract = FeatureContract("estimate", None, config_of_head.aux_layer_ids, True, dtype, None, None,
@@ -149,9 +150,10 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     epochs = steps / per_epoch
     passes = 1 if recipe.data.cache_features != "none" else epochs
     runs_target = recipe.data.offline_data_path is None and recipe.data.streaming_server_url is None
-    later = (depths - 1) * supervised
+    shares = [1.0] * depths if algorithm.shares is None else algorithm.shares(settings)
+    later = sum(shares[1:]) * supervised
     below = cost.every_token * tokens + cost.every_prediction * later
-    head_flops = 6 * below + (6 * depths + 2) * cost.output * supervised
+    head_flops = 6 * below + (6 * sum(shares) + 2) * cost.output * supervised
     total = cost.every_token + cost.output
     return Estimate(
         target_parameters=target_parameters,

@@ -5,19 +5,23 @@ from __future__ import annotations
 from modelopt_eagle.common.layers import check_layer_ids
 from modelopt_eagle.decoding.requests import Request
 from modelopt_eagle.decoding.supported import check_shape, position_limit
-from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.algorithm import algorithm_of
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.identity import tokenizer_hash
 from modelopt_eagle.target.model import Target
 
 
-def check_pair(target: Target, draft: EagleModule, plan: DraftPlan) -> None:
+def check_pair(target: Target, draft: DraftModule, plan: DraftPlan) -> list[str]:
     """Check that the head was made for this target and can draft this plan.
 
+    Returns:
+        What a user should know of drafting so with this head.
+
     Raises:
-        DecodingError: other vocabulary, width, tokenizer or layers, a branching above the draft vocabulary, or a tree
-            that the target cannot read.
+        DecodingError: other vocabulary, width, tokenizer or layers, a branching above the draft vocabulary, more tokens
+            than the head can draft, or a tree that the target cannot read.
         CheckpointError: the head's vocabulary map is unset.
     """
     config = draft.config
@@ -44,6 +48,7 @@ def check_pair(target: Target, draft: EagleModule, plan: DraftPlan) -> None:
             f"topk must be at most the draft vocabulary, {config.draft_vocab_size} tokens, found {plan.topk}"
         )
     check_shape(target, siblings=has_siblings(plan), ragged=False, slots=None)
+    return algorithm_of(config).check_plan(config, plan)
 
 
 def has_siblings(plan: DraftPlan) -> bool:

@@ -45,6 +45,9 @@ class PseudoSpeculativeGenerator:
             copies of the weights laid out for it, if they take at most half of the free memory), ``True`` (with copies)
             or ``False``. Copies are shared by all generators of a model and live as long as one of them.
 
+    Attributes:
+        notes: what a user should know of this plan with this head, such as drafts longer than it was trained for.
+
     Raises:
         DecodingError: options that do not fit together, a draft of another target, a target without a KV cache.
     """
@@ -74,11 +77,12 @@ class PseudoSpeculativeGenerator:
         if max_batch is not None and max_batch < 1:
             raise DecodingError(f"max_batch must be at least 1, found {max_batch}")
         cache_argument(target)
+        self.notes: list[str] = []
         if draft is None:
             if self.plan.depth:
                 raise DecodingError("drafting needs a draft head; for plain decoding pass num_steps=0")
         else:
-            check_pair(target, draft, self.plan)
+            self.notes = check_pair(target, draft, self.plan)
         self.max_batch, self.cache_length = max_batch, cache_length
         self._recorder = choose_recorder(cuda_graph, target.device)
         self._drafter: Drafter | None = None

@@ -14,7 +14,7 @@ walk, the generator, validation, export and the estimate ask the record and know
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from modelopt_eagle.draft.vocab import DraftVocab
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.kernels.recorder import Recorder
 
-SHIPPED = ("eagle3",)
+SHIPPED = ("eagle3", "peagle")
 """Drafters of this package; ``draft/<name>/algorithm.py`` is read when one is asked for."""
 
 
@@ -118,6 +118,15 @@ class Cost:
     output: int
 
 
+def _accept(*given: Any) -> None:
+    """Nothing to refuse, nothing to fill in."""
+
+
+def _no_notes(config: Any, plan: DraftPlan) -> list[str]:
+    """Every plan will do."""
+    return []
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """One kind of draft head.
@@ -149,6 +158,14 @@ class Algorithm:
         layout: of the exported folder; ``None``: the universal checkpoint of EAGLE-3.
         cost: configuration to the cost of training it.
         recipe: the shipped recipe to begin with.
+        check_recipe: refuses, before anything is loaded, what a recipe asks of the head and this drafter cannot do;
+            raises :class:`~modelopt_eagle.errors.RecipeError`.
+        complete: ``(configuration, recipe, target tables, supervised counts [V])``, called once the data is read: fills
+            in what follows from it, and refuses a head that does not suit it. Of a continued head too.
+        check_plan: ``(configuration, plan)`` to what a user of the generator should know of a plan; raises
+            :class:`~modelopt_eagle.errors.DecodingError` for one that the head cannot draft.
+        shares: settings to the share of the positions that each of the K depths trains; ``None``: all.
+        file_keys: fields of the configuration that the universal checkpoint carries for this drafter alone.
         trees: whether it drafts trees.
         shares_context: whether a batch can be shared over processes by positions.
     """
@@ -171,6 +188,11 @@ class Algorithm:
     from_target: Callable[[Any, Any], None] | None = None
     default_layers: Callable[[int], tuple[int, ...]] = default_layer_ids
     layout: Layout | None = None
+    check_recipe: Callable[[Any], None] = _accept
+    complete: Callable[[Any, Any, Any, Tensor], None] = _accept
+    check_plan: Callable[[Any, DraftPlan], list[str]] = _no_notes
+    shares: Callable[[Any], Sequence[float]] | None = None
+    file_keys: tuple[str, ...] = ()
     trees: bool = True
     shares_context: bool = True
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modelopt_eagle.draft.documents import Documents
+
 MAX_QUERIES = {"cpu": 64}
 """Queries of a chunk by device: on a CPU its scores should stay in the cache."""
 
@@ -59,6 +61,19 @@ class QueryPlan:
         """``[queries, keys]`` bool of one chunk: true where the key is seen."""
         keys = torch.arange(low, high, device=self.rows.device)  # [m]
         return (keys >= self.starts[first:last, None]) & (keys <= self.rows[first:last, None])
+
+
+def plan_queries(rows: Tensor, documents: Documents, window: int | None, step: int = 0) -> QueryPlan:
+    """Which step-0 keys the queries of a step see: those of their document, as far back as the window reaches.
+
+    Args:
+        rows: ``[n]`` flat anchors, ascending; at step k their queries stand k positions further on.
+        window: positions that a query sees, its own among them; ``None``: all.
+    """
+    starts = documents.starts[rows]  # [n]
+    if window is not None:
+        starts = torch.maximum(starts, rows + (step + 1 - window))
+    return QueryPlan.make(rows, starts)
 
 
 class _ColumnAttention(torch.autograd.Function):

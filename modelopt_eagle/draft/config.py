@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, TargetError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -135,9 +138,7 @@ class DraftConfig:
         return int(getattr(self, DECODERS[self.decoder_type].rotary))
 
     @classmethod
-    def from_target(
-        cls, target_config, draft_vocab_size: int | None = None, aux_layer_ids=None, **overrides
-    ) -> DraftConfig:
+    def from_target(cls, target_config, draft_vocab_size: int | None = None, aux_layer_ids=None, **overrides) -> Self:
         """The head that suits a target: its width, heads, rotary base and norm epsilon, one layer.
 
         Args:
@@ -217,7 +218,7 @@ class DraftConfig:
         return data
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> DraftConfig:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`.
 
         Raises:

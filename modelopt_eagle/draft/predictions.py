@@ -38,6 +38,8 @@ class BatchView:
         final_hidden: ``[m, Ht]`` the target's final states after its norm, of the tokens of ``axis``; ``None`` where
             the batch does not hold them for these tokens.
         embed: flat places ``[...]`` to token embeddings ``[..., H]``.
+        embed_ids: token ids ``[...]`` to embeddings ``[..., H]``, for drafters that read tokens of their own, such as a
+            mask; ``None`` where embeddings were given by place.
         length: a bound above every position within a document.
         axis: the tokens that this process computes.
     """
@@ -50,6 +52,7 @@ class BatchView:
     embed: Callable[[Tensor], Tensor]
     length: int
     axis: TokenAxis
+    embed_ids: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

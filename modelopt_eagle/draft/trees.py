@@ -9,6 +9,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.kernels import DraftTree, build_tree, unpack_mask
+from modelopt_eagle.kernels.topk import stable_topk
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,36 @@ def build_round_tree(history: TreeHistory, plan: DraftPlan, roots: Tensor) -> Ro
         history.scores, history.tokens, history.parent_list, plan.num_nodes, plan.branching, root_tokens=roots
     )
     return RoundTree(tree, unpack_mask(tree.mask, plan.num_nodes))
+
+
+def history_of_marginals(logits: Tensor, target_ids: Tensor, plan: DraftPlan) -> TreeHistory:
+    """The history of a head whose K distributions do not read the tokens drafted before.
+
+    Every survivor of a layer has the same T children; the score of a node is the sum of the log-probabilities on its
+    path. Branching 1 is the chain of the K likeliest tokens.
+
+    Args:
+        logits: ``[B, K, Vd]`` of the K depths.
+        target_ids: ``[Vd]`` target id of each draft id.
+        plan: T and D, with D at most K.
+    """
+    topk = plan.branching if plan.is_tree else 1
+    logits = logits.float()
+    value, index = stable_topk(logits, topk) if topk > 1 else logits.max(-1, keepdim=True)  # [B,K,T]
+    value = (value - logits.logsumexp(-1, keepdim=True)).clamp(max=0)  # a child never scores above its parent
+    token, batch = target_ids[index], len(logits)  # [B,K,T]
+    scores, tokens = [value[:, 0]], [token[:, 0]]  # [B,T], then [B,T*T] a layer
+    parents = [torch.full((batch, 1), -1, device=logits.device)]
+    flat = torch.arange(topk, device=logits.device).expand(batch, -1)  # [B,T] flat ids of the survivors
+    best = scores[0]  # [B,T]
+    for layer in range(1, plan.depth):
+        parents.append(flat)
+        grown = (best[..., None] + value[:, layer, None]).flatten(1)  # [B,T*T]
+        scores.append(grown)
+        tokens.append(token[:, layer, None].expand(-1, topk, -1).flatten(1))
+        best, order = stable_topk(grown, topk)  # [B,T] ties by flat id
+        flat = topk + topk * topk * (layer - 1) + order
+    return TreeHistory(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
 
 
 def chain_tree(tokens: Tensor) -> DraftTree:

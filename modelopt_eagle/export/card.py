@@ -143,7 +143,7 @@ def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, A
         *([f"base_model: {config.target_name}"] if config.target_name and "/" in config.target_name else []),
         "---",
         "",
-        f"# EAGLE-3 draft head for {config.target_name or 'a target that was not recorded'}",
+        f"# {algorithm_of(config).title} draft head for {config.target_name or 'a target that was not recorded'}",
         "",
         "It proposes tokens that the target then verifies, so the text is the target's own.",
         "",

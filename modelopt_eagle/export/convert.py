@@ -13,6 +13,7 @@ from torch import Tensor
 from modelopt_eagle.common.dtypes import dtype_name, parse_dtype
 from modelopt_eagle.common.layers import default_layer_ids
 from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
@@ -23,15 +24,19 @@ from modelopt_eagle.export.foreign import ReadOptions
 from modelopt_eagle.export.load import load_draft, read_head
 from modelopt_eagle.export.universal import (
     FLAGS,
+    MASK,
     NESTED_NORMS,
     RECORD,
     file_tensors,
+    own_record,
     universal_config,
 )
 from modelopt_eagle.export.write import ExportReport, export_checkpoint, write_folder
 
 FORMATS = ("universal", "speculators", "eagle")
 SPECULATORS_VERSION = "0.9.0"
+SPECULATORS_CLASSES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
+"""Drafter to the architecture that a speculators folder names."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -46,6 +51,8 @@ def layer_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def check_speculators(config: DraftConfig) -> None:
     """Raise :class:`ExportError` for a head that speculators' model classes cannot hold."""
+    if config.algorithm not in SPECULATORS_CLASSES:
+        raise ExportError(f"speculators folders are written of {' and '.join(SPECULATORS_CLASSES)} heads")
     if not DECODERS[config.decoder_type].tool_formats:
         raise ExportError(f"speculators has no {config.decoder_type} decoder: convert to universal")
     if config.hidden_size != config.target_hidden_size:
@@ -61,16 +68,21 @@ def check_speculators(config: DraftConfig) -> None:
 
 
 def speculators_files(module: EagleModule, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and ``config.json`` as speculators 0.9 writes an ``eagle3`` head; ``module`` holds an embedding."""
+    """Tensors and ``config.json`` as speculators 0.9 writes an ``eagle3`` or ``peagle`` head.
+
+    Args:
+        module: holds an embedding.
+    """
     config = module.config
+    kind = config.algorithm
     tensors = file_tensors(module, dtype, "layers")
     tensors = {n: t for n, t in tensors.items() if not ("hidden_norm" in n and not n.startswith("layers.0."))}
     if config.attention_bias:  # its layers give o_proj a bias with the others, Qwen3's too
         biases = [f"layers.{index}.self_attn.o_proj.bias" for index in range(config.num_hidden_layers)]
         tensors.update({name: torch.zeros(config.hidden_size, dtype=dtype) for name in biases})
     data = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [SPECULATORS_CLASSES[kind]],
+        "speculators_model_type": kind,
         "speculators_version": SPECULATORS_VERSION,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -80,13 +92,17 @@ def speculators_files(module: EagleModule, dtype: torch.dtype) -> tuple[dict[str
         "torch_dtype": dtype_name(dtype),
         **{flag: getattr(config, flag) for flag in FLAGS},  # all of them: its defaults have changed between versions
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {"name_or_path": config.target_name, "architectures": []},
         },
         "transformer_layer_config": layer_config(config, dtype),
     }
+    for key in algorithm_of(config).file_keys:
+        data[key] = data["transformer_layer_config"].pop(key)
+    if MASK in tensors:
+        tensors[MASK] = tensors[MASK][None, None]  # [1,1,A·Ht]
     return tensors, data
 
 
@@ -106,6 +122,7 @@ def eagle_files(
     wrong += ["a sliding window"] if config.sliding_window else []
     wrong += ["attention biases"] if config.attention_bias or config.mlp_bias else []
     wrong += [f"{config.num_hidden_layers} layers"] if config.num_hidden_layers != 1 else []
+    wrong += [f"a {algorithm_of(config).title} head"] if config.algorithm != "eagle3" else []
     wrong += [f"a {config.decoder_type} decoder"] if not DECODERS[config.decoder_type].tool_formats else []
     if wrong:
         raise ExportError(f"SafeAILab's code has no place for {', '.join(wrong)}: convert to universal")
@@ -155,6 +172,7 @@ def without_record(config: DraftConfig) -> DraftConfig:
     """The config without what other formats have no place for and no number depends on."""
     blank = DraftConfig.__dataclass_fields__
     empty = {name: blank[name].default for name in (*RECORD, *TOKEN_IDS) if name != "extra"}
+    empty |= dict.fromkeys(own_record(type(config)))
     return dataclasses.replace(config, **empty, extra={})
 
 

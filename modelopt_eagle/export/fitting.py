@@ -53,7 +53,7 @@ def with_own_embedding(module: EagleModule, table: Tensor | None) -> EagleModule
                 f"[{config.vocab_size}, {config.hidden_size}]: it is a head for another target"
             )
         state["embed_tokens.weight"] = table.detach().to("cpu", module.fc.weight.dtype)
-    return bare_head(EagleModule, config, module.vocab, state)
+    return bare_head(type(module), config, module.vocab, state)
 
 
 def without_copy(module: EagleModule, table: Tensor | None) -> EagleModule:

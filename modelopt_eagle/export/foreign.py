@@ -23,6 +23,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import find_algorithm
 from modelopt_eagle.draft.decoders import decoder_of
 from modelopt_eagle.errors import CheckpointError, TargetError
 from modelopt_eagle.export.tensors import module_name
@@ -32,11 +33,14 @@ from modelopt_eagle.export.universal import (
     aux_ids_of,
     check_effects,
     check_recipe,
+    drafter_values,
     parse_rope,
     window_of,
 )
 
 LAYOUTS = ("training", "universal", "speculators", "modelopt", "specforge", "eagle")
+SPECULATORS_KINDS = ("eagle3", "peagle")
+"""``speculators_model_type`` of the heads that are read."""
 LLAMA_DRAFT = "LlamaForCausalLMEagle3"
 """A draft of this architecture has a Llama layer, whatever ``model_type`` it took from its target (``kimi_k2``)."""
 LLAMA_KINDS = {"llama", "qwen2", "qwen3", "eagle", "mistral", None}
@@ -165,8 +169,10 @@ def with_head_rows(
 def speculators_kind(config: dict[str, Any], where: str) -> None:
     """Refuse speculators checkpoints of other algorithms."""
     kind = config.get("speculators_model_type")
-    if kind != "eagle3":
-        raise CheckpointError(f"{where}: speculators_model_type is {kind!r}; eagle3 heads are read")
+    if kind not in SPECULATORS_KINDS:
+        raise CheckpointError(
+            f"{where}: speculators_model_type is {kind!r}; heads of {' and '.join(SPECULATORS_KINDS)} are read"
+        )
     if not isinstance(config.get("transformer_layer_config"), dict):
         raise CheckpointError(f"{where}: transformer_layer_config is missing")
 
@@ -223,6 +229,7 @@ def foreign_config(
     options: ReadOptions,
     where: str,
     strict: bool = True,
+    drafter: str = "eagle3",
 ) -> DraftConfig:
     """The :class:`DraftConfig` of another tool's head.
 
@@ -230,6 +237,7 @@ def foreign_config(
         config: its ``config.json``.
         tensors: under the module's names.
         strict: refuse keys that change the numbers and that nothing here reads.
+        drafter: from :func:`~modelopt_eagle.export.universal.drafter_of`.
 
     Raises:
         CheckpointError: a key or tensor missing, a convention that is not told, another architecture.
@@ -303,4 +311,5 @@ def foreign_config(
     if layout == "speculators":
         verifier = ((outer.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
         values["target_name"] = verifier
-    return DraftConfig.from_dict(values)
+    values.update(drafter_values(drafter, outer, where))
+    return find_algorithm(drafter).config.from_dict(values)

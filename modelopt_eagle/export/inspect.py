@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modelopt_eagle.common.dtypes import dtype_name
-from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import config_from_dict
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.engines.check import engine_reasons
@@ -70,10 +70,10 @@ class Inspection:
             lines.append(f"left out    {', '.join(self.left_out)}")
         for engine in self.engines:
             if self.config:
-                config, quantised = DraftConfig.from_dict(self.config), self.quantised is not None
+                config, quantised = config_from_dict(self.config), self.quantised is not None
                 lines.append(f"needs       {needed_version(engine, config, quantised=quantised).text(engine)}")
         if self.config and self.engines:
-            lines.append(f"parallel    {parallel_text(DraftConfig.from_dict(self.config))}")
+            lines.append(f"parallel    {parallel_text(config_from_dict(self.config))}")
         for engine, reasons in self.engines.items():
             label = f"{engine} {ENGINES[engine].version}"
             lines.append(f"engine      {label}: " + ("serves it as trained" if not reasons else "does not:"))

@@ -18,7 +18,7 @@ from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config, with_head_rows
 from modelopt_eagle.export.quant_formats import is_quantised, unpacked, with_packed
 from modelopt_eagle.export.tensors import check_names, module_tensors, read_json, read_tensors, vocab_of
-from modelopt_eagle.export.universal import parse_universal
+from modelopt_eagle.export.universal import drafter_of, parse_universal
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 
 
@@ -85,16 +85,17 @@ def read_config(
     layer = data.get("transformer_layer_config") if isinstance(data.get("transformer_layer_config"), dict) else {}
     named = data.get("torch_dtype") or data.get("dtype") or layer.get("torch_dtype") or layer.get("dtype")
     renamed, _ = module_tensors(tensors)
+    drafter = drafter_of(data, renamed, where)
     if layout == "universal":
         own = "embed_tokens.weight" in renamed
         config = parse_universal(
-            data, strict=strict, own_embedding=own, where=where, aux_layer_ids=options.aux_layer_ids
+            data, strict=strict, own_embedding=own, where=where, aux_layer_ids=options.aux_layer_ids, drafter=drafter
         )
         if "t2d" in renamed and config.vocab_size <= config.draft_vocab_size:
             config.vocab_size = len(renamed["t2d"])
         return config, layout, named
     renamed = with_head_rows(renamed, data, options, where)
-    return foreign_config(data, renamed, layout, options, where, strict), layout, named
+    return foreign_config(data, renamed, layout, options, where, strict, drafter), layout, named
 
 
 def own_layout(folder: Path, tensors: dict[str, Tensor], options: ReadOptions) -> Algorithm | None:

@@ -13,7 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import algorithm_of
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.errors import CheckpointError
 
@@ -140,13 +142,15 @@ def module_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[
             continue
         if re.match(r"layers\.[1-9]\d*\.hidden_norm\.", new):
             new = new.replace("hidden_norm", "input_layernorm")
+        if new == "mask_hidden":
+            tensor = tensor.flatten()  # some tools keep axes of one in front
         if new in renamed and not torch.equal(renamed[new], tensor):
             raise CheckpointError(f"{name!r} and another name of {new!r} hold different values")
         renamed[new] = tensor
     return renamed, left_out
 
 
-def check_names(tensors: dict[str, Tensor], config: DraftConfig, module: EagleModule, where: str) -> None:
+def check_names(tensors: dict[str, Tensor], config: DraftConfig, module: DraftModule, where: str) -> None:
     """Compare a file's tensors (module names, maps apart) with what the config asks for, by full name and shape.
 
     Raises:
@@ -164,14 +168,14 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, module: EagleMo
     if problems:
         more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise CheckpointError(
-            f"{where}: the tensors are not those of a {config.num_hidden_layers}-layer {config.decoder_type} EAGLE-3 "
-            f"head as its config describes it: {'; '.join(problems[:6])}{more}"
+            f"{where}: the tensors are not those of a {config.num_hidden_layers}-layer {config.decoder_type} "
+            f"{algorithm_of(config).title} head as its config describes it: {'; '.join(problems[:6])}{more}"
         )
 
 
 def module_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's tensors, the map apart."""
-    state = bare_head(EagleModule, config).state_dict()
+    state = bare_head(algorithm_of(config).module, config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ("d2t", "t2d")}
 
 

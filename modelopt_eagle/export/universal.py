@@ -7,6 +7,7 @@ name and drops ``layers.0.*`` without a word. Above layer 0 the same norm is cal
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm
 from modelopt_eagle.draft.decoders import DECODERS, decoder_of
 from modelopt_eagle.errors import CheckpointError
 
@@ -39,6 +41,10 @@ IGNORED = (
     "_name_or_path", "unk_token_id",
 )  # fmt: skip
 """Read elsewhere, or of no effect on a head's numbers."""
+MASK = "mask_hidden"
+"""Tensor of P-EAGLE heads; a folder that holds it is one."""
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of its mask token in the configurations of several tools; vLLM reads each of them."""
 NESTED = (
     "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "next_layer_regular",
     "use_input_layernorm_in_first_layer", "use_last_layernorm", "norm_before_fc",
@@ -128,9 +134,56 @@ def universal_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
         data.update({"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds})
     if config.norm_before_fc:
         data["eagle_config"]["norm_before_fc"] = True
+    data.update({name: getattr(config, name) for name in algorithm_of(config).file_keys})
     record = {name: getattr(config, name) for name in RECORD if getattr(config, name)}
+    record |= {name: getattr(config, name) for name in own_record(type(config)) if getattr(config, name) is not None}
+    if config.algorithm != "eagle3":
+        record["algorithm"] = config.algorithm
     data["modelopt_eagle"] = {"format": FORMAT_VERSION, "decoder_type": config.decoder_type, **record}
     return data
+
+
+def own_record(kind: type[DraftConfig]) -> list[str]:
+    """Fields of a drafter's configuration that EAGLE-3 has not and no engine reads; kept under ``modelopt_eagle``."""
+    common = {part.name for part in dataclasses.fields(DraftConfig)}
+    drafter = kind.__dataclass_fields__["algorithm"].default
+    return [
+        part.name
+        for part in dataclasses.fields(kind)
+        if part.name not in common and part.name not in find_algorithm(str(drafter)).file_keys
+    ]
+
+
+def drafter_of(data: dict[str, Any], tensors: dict[str, Tensor], where: str) -> str:
+    """The drafter of a folder whose head is EAGLE-3 or built on it: named by our record, or told by its tensors.
+
+    Args:
+        tensors: under the module's names.
+
+    Raises:
+        CheckpointError: a mask token without the row that stands for unknown features, or the reverse.
+    """
+    token = mask_token_of(data, where)
+    if (MASK in tensors) != (token is not None):
+        has, lacks = (MASK, "a mask token") if MASK in tensors else ("a mask token", f"the tensor {MASK}")
+        raise CheckpointError(
+            f"{where} has {has} and not {lacks}: a P-EAGLE head needs both (config.json names its token as "
+            f"{' or '.join(MASK_KEYS)})"
+        )
+    named = (data.get("modelopt_eagle") or {}).get("algorithm")
+    return named or ("peagle" if MASK in tensors else "eagle3")
+
+
+def mask_token_of(data: dict[str, Any], where: str) -> int | None:
+    """The mask token that a ``config.json`` names under any of :data:`MASK_KEYS`.
+
+    Raises:
+        CheckpointError: two of them, with different tokens.
+    """
+    named = {key: data[key] for key in MASK_KEYS if data.get(key) is not None}
+    if len(set(named.values())) > 1:
+        raise CheckpointError(f"{where} names several mask tokens: {named}; keep the one it was trained with")
+    return next(iter(named.values()), None)
 
 
 def universal_files(
@@ -197,7 +250,7 @@ def check_known_keys(data: dict[str, Any], where: str) -> None:
     Raises:
         CheckpointError: an unknown key, top level or under ``eagle_config``, with the nearest known one.
     """
-    known = {*SAME_NAME, *FLAGS, *OWN_SIZES, *WINDOW_KEYS, *IGNORED}
+    known = {*SAME_NAME, *FLAGS, *OWN_SIZES, *WINDOW_KEYS, *IGNORED, *MASK_KEYS}
     nested = data.get("eagle_config") or {}
     for key, names in [*((k, known) for k in data), *((k, set(NESTED)) for k in nested)]:
         if key not in names:
@@ -302,11 +355,13 @@ def parse_universal(
     own_embedding: bool,
     where: str,
     aux_layer_ids: tuple[int, ...] | None = None,
+    drafter: str = "eagle3",
 ) -> DraftConfig:
     """Inverse of :func:`universal_config`.
 
     Args:
         aux_layer_ids: the captured layers, where the caller answers for them.
+        drafter: from :func:`drafter_of`.
 
     Raises:
         CheckpointError: missing, unknown or contradicting keys.
@@ -331,8 +386,10 @@ def parse_universal(
     nested = data.get("eagle_config") or {}
     values.update({name: bool(nested.get(key, True)) for key, name in NESTED_NORMS.items()})
     values.update({name: data.get(name) for name in DECODERS[decoder].sizes})
-    values.update({name: record[name] for name in RECORD if name in record})
-    return DraftConfig.from_dict(
+    kind = find_algorithm(drafter).config
+    values.update({name: record[name] for name in (*RECORD, *own_record(kind)) if name in record})
+    values.update(drafter_values(drafter, data, where))
+    return kind.from_dict(
         {
             **values,
             "decoder_type": decoder,
@@ -344,3 +401,10 @@ def parse_universal(
             "sliding_window": window_of(data, int(data.get("num_hidden_layers") or 1), where),
         }
     )
+
+
+def drafter_values(drafter: str, data: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a drafter's configuration takes from a ``config.json`` of any tool, beside the fields of EAGLE-3."""
+    if drafter != "peagle":
+        return {}
+    return {"mask_token_id": mask_token_of(data, where), "norm_output": False}  # it has no next step to shape

@@ -19,6 +19,7 @@ from modelopt_eagle.recipe.sections import (
     EagleSection,
     ExportSection,
     ModelSection,
+    PEagleSection,
     Section,
     TargetLoraSection,
     TrainingSection,
@@ -40,6 +41,7 @@ class Recipe(Section):
     data: DataSection = Field(default_factory=DataSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
     eagle: EagleSection = Field(default_factory=EagleSection)
+    peagle: PEagleSection = Field(default_factory=PEagleSection)
     target_lora: TargetLoraSection = Field(default_factory=TargetLoraSection)
     validation: ValidationSection = Field(default_factory=ValidationSection)
     export: ExportSection = Field(default_factory=ExportSection)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.draft.conventions import convention_named
+from modelopt_eagle.draft.counting import counted_anchors
 from modelopt_eagle.draft.documents import Documents
-from modelopt_eagle.draft.eagle3.rollout import RolloutOutput, counted_anchors
+from modelopt_eagle.draft.eagle3.rollout import RolloutOutput
 from modelopt_eagle.draft.predictions import Predictions
 from modelopt_eagle.training.loss import LossKind, LossOutput, prediction_loss, taught
 from modelopt_eagle.training.teacher import Teacher

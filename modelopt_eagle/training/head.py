@@ -33,6 +33,7 @@ def new_head(
     vocab, line = choose_vocabulary(recipe, tables, data)
     config = head_config(recipe, tables, vocab.size, aux_layer_ids)
     config.training_length = max(data.train.lengths)
+    algorithm_of(config).complete(config, recipe, tables, data.counts)
     module = random_module(config, vocab, recipe.training.seed)
     if recipe.eagle.init == "target":
         if target is None:

@@ -170,6 +170,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         if recipe.model.draft_init_vocab == "rebuild":
             head, vocabulary = rebuild_vocabulary(recipe, head, target, data)
         head.config.training_length = max(head.config.training_length or 0, max(data.train.lengths))
+        algorithm_of(head.config).complete(head.config, recipe, target, data.counts)
     rendered = {key: value for key, value in head.config.extra.items() if key not in RECORD_KEYS}
     head.config.extra = {**rendered, **chat_record(target.tokenizer)}
     if architecture := architecture_of(target):
@@ -221,6 +222,7 @@ def check_drafter(recipe: Recipe) -> None:
     }
     if asked := [name for name, refused in cannot.items() if refused]:
         raise RecipeError(f"algorithm {algorithm.name} has no {', no '.join(asked)}: leave it at the default")
+    algorithm.check_recipe(recipe)
 
 
 def load(recipe: Recipe, device: torch.device) -> TableTarget:

@@ -135,6 +135,7 @@ class AdaptedStates:
             return MadeStates(batch, untouched, normalizers.new_zeros(()))
         whole = adapted_batch(self.adapter, batch, self.target_lora.gradient_checkpointing)
         adapted = step.place(step.share(replace(whole, contract=batch.contract)), batch.input_ids.device)
+        adapted.plan = batch.plan  # as it was counted: what a drafter draws is drawn once
         drift = self.drift(step, adapted, batch) / normalizers[0]
         if detach:
             adapted = replace(adapted, final_hidden=adapted.final_hidden.detach())

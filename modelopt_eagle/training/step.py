@@ -181,6 +181,7 @@ class TrainingStep(nn.Module):
             embed=lambda places: self.embed(ids[places]),
             length=batch.num_tokens,
             axis=self.sharing.axis(batch),
+            embed_ids=self.embed,
         )
 
     def documents(self, batch: FeatureBatch) -> Documents:

@@ -105,6 +105,7 @@ def measure_acceptance(
         too_long=sum(dialogue.too_long for dialogue in dialogues),
         speed=speed[0] if speed else None,
         first_prompt=target.tokenizer.decode(first_turn(target, prompts[0])),
+        notes=generator.notes,
     )
 
 

@@ -46,6 +46,7 @@ class AcceptanceReport:
         speed: what the speed-up is made of.
         first_prompt: the first prompt as the target saw it.
         sweep: rows of a sweep, if one was made.
+        notes: what the generator said of this plan with this head.
     """
 
     acceptance_length: float
@@ -64,6 +65,7 @@ class AcceptanceReport:
     speed: Speed | None = None
     first_prompt: str = ""
     sweep: list[dict] | None = None
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict:
         """The fields of ``acceptance.json``; ``costs`` if speed was measured, ``sweep`` and ``best`` after a sweep."""
@@ -100,6 +102,7 @@ class AcceptanceReport:
         shares = " ".join(f"{share:.3f}" for share in self.per_position)
         place = "depth of the tree" if self.plan.is_tree else "position"
         lines.append(f"accepted up to each {place}: {shares}   (share of steps; {self.drafted})")
+        lines += [f"note: {note}" for note in self.notes]
         if self.too_long:
             lines.append(f"left out: {self.too_long} turns that do not fit the target's window")
         if self.speed is not None:

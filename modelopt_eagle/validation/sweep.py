@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.decoding import DraftPlan, PseudoSpeculativeGenerator
-from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import algorithm_of
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.validation.measure import time_generators
@@ -18,15 +20,24 @@ TREES = ((2, 2, 5), (2, 3, 7), (4, 3, 9), (4, 4, 13), (8, 4, 17), (8, 5, 33))
 """Branching, depth, nodes (root included)."""
 
 
-def sweep_plans(draft_vocab_size: int) -> list[DraftPlan]:
-    """Plans that a sweep tries, those whose branching the head has tokens for."""
-    trees = [DraftPlan.tree(*shape) for shape in TREES if shape[0] <= draft_vocab_size]
-    return [DraftPlan.chain(steps) for steps in CHAINS] + trees
+def sweep_plans(config: DraftConfig) -> list[DraftPlan]:
+    """Plans that a sweep tries: those whose branching the head has tokens for, and whose depth it can draft."""
+    trees = [DraftPlan.tree(*shape) for shape in TREES if shape[0] <= config.draft_vocab_size]
+    return [plan for plan in [*map(DraftPlan.chain, CHAINS), *trees] if can_draft(config, plan)]
+
+
+def can_draft(config: DraftConfig, plan: DraftPlan) -> bool:
+    """Whether a head's drafter takes a plan."""
+    try:
+        algorithm_of(config).check_plan(config, plan)
+    except DecodingError:
+        return False
+    return not plan.is_tree or algorithm_of(config).trees
 
 
 def sweep(
     target: Target,
-    module: EagleModule,
+    module: DraftModule,
     prompts: Sequence[Prompt],
     *,
     plans: Sequence[DraftPlan] | None = None,
@@ -52,7 +63,7 @@ def sweep(
     Raises:
         DecodingError: no prompt to time on.
     """
-    plans = sweep_plans(module.config.draft_vocab_size) if plans is None else plans
+    plans = sweep_plans(module.config) if plans is None else plans
     generators = [
         PseudoSpeculativeGenerator(
             target, module, "tree", topk=plan.topk, depth=plan.depth, num_nodes=plan.num_nodes, cuda_graph=cuda_graph

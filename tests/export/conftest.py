@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft import DraftVocab, EagleModule
+from modelopt_eagle.draft.algorithm import find_algorithm
 
 collect_ignore = [] if find_spec("speculators") else ["test_speculators.py"]
 
@@ -24,8 +25,12 @@ LATENT = dict(
 
 
 def build_head(seed=0, **overrides) -> EagleModule:
-    """A random head; every number differs from every other, and the draft vocabulary skips tokens."""
-    config = DraftConfig(**{**SIZES, **overrides})
+    """A random head of EAGLE-3, or of the ``algorithm`` given.
+
+    Every number differs from every other, and the draft vocabulary skips tokens.
+    """
+    drafter = find_algorithm(overrides.get("algorithm", "eagle3"))
+    config = drafter.config(**{**SIZES, **overrides})
     torch.manual_seed(seed)
     size = config.draft_vocab_size
     vocab = None
@@ -33,7 +38,7 @@ def build_head(seed=0, **overrides) -> EagleModule:
         vocab = DraftVocab.from_target_ids(
             torch.arange(size) * 2 + 1 - (torch.arange(size) > 5).long(), config.vocab_size
         )
-    module = EagleModule(config, vocab)
+    module = drafter.module(config, vocab)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))

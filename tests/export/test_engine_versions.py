@@ -56,6 +56,7 @@ def test_every_release_is_newer_than_the_one_without_and_no_newer_than_the_profi
                                quantised=True))  # fmt: skip
     other = build_head(attention_bias=True, qk_norm=True, sliding_window=64)
     features |= set(features_of(other.config, layer_names="layers"))
+    features |= set(features_of(build_head(algorithm="peagle", mask_token_id=63).config))
     assert set(SINCE["vllm"]) | set(SINCE["sglang"]) == features
 
 

@@ -124,6 +124,7 @@ def test_every_key_is_read_outside_the_schema():
         "data": {"data"},
         "training": {"training", "settings"},
         "eagle": {"eagle"},
+        "peagle": {"peagle"},
         "target_lora": {"target_lora", "lora"},
         "validation": {"validation", "section"},
         "export": {"export", "section"},

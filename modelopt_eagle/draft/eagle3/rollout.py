@@ -16,23 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft.attention import QueryPlan, column_attention
-from modelopt_eagle.draft.conventions import convention_named
+from modelopt_eagle.draft.attention import column_attention, plan_queries
+from modelopt_eagle.draft.counting import counted_anchors, counted_predictions
 from modelopt_eagle.draft.documents import Documents, WholeAxis
 from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.predictions import BatchView, Predictions, TokenAxis
-
-
-def counted_anchors(documents: Documents, supervised: Tensor, step: int, convention: str, rows: Tensor) -> Tensor:
-    """``[n]`` bool: which anchors count at a step, by the convention's mask.
-
-    Args:
-        supervised: ``[N]`` bool, the tokens to be learned.
-        rows: ``[n]`` flat anchors.
-    """
-    shift = step + convention_named(convention).counted_token
-    masked = supervised[(rows + shift).clamp(max=len(supervised) - 1)]
-    return documents.exists(rows, step + 1) & documents.exists(rows, shift) & masked
 
 
 @dataclass
@@ -181,19 +169,6 @@ def run_steps(
     return states
 
 
-def plan_queries(rows: Tensor, documents: Documents, window: int | None, step: int = 0) -> QueryPlan:
-    """Which step-0 keys the queries of a step see: those of their document, as far back as the window reaches.
-
-    Args:
-        rows: ``[n]`` flat anchors, ascending; at step k their queries stand k positions further on.
-        window: positions that a query sees, its own among them; ``None``: all.
-    """
-    starts = documents.starts[rows]  # [n]
-    if window is not None:
-        starts = torch.maximum(starts, rows + (step + 1 - window))
-    return QueryPlan.make(rows, starts)
-
-
 def _first_step(module, embeddings, state, tables, documents, plan, axis):
     """Step 0: keys and values of every token, outputs of the anchors.
 
@@ -236,14 +211,7 @@ def plan_rollout(view: BatchView, eagle: Any, generator: torch.Generator | None 
         eagle: with ``ttt_steps`` (K) and ``convention``.
         generator: not used: nothing is drawn.
     """
-    return _counted(view, eagle.ttt_steps, eagle.convention)
-
-
-def _counted(view: BatchView, steps: int, convention: str) -> Predictions:
-    everyone = torch.arange(len(view.input_ids), device=view.input_ids.device)  # [N]
-    masks = [counted_anchors(view.documents, view.supervised, step, convention, everyone) for step in range(steps)]
-    depth, anchor = torch.stack(masks).nonzero(as_tuple=True)  # [n] each
-    return Predictions(anchor, depth, anchor + 1 + depth, steps)
+    return counted_predictions(view, eagle.ttt_steps, eagle.convention)
 
 
 def rollout_states(
@@ -269,7 +237,7 @@ def rollout_states(
 
 def rollout_drafts(module: EagleModule, view: BatchView, steps: int) -> tuple[Predictions, Tensor]:
     """Predictions and states of every draft of ``steps`` tokens within the answers, for the acceptance walk."""
-    predictions = _counted(view, steps, "served")
+    predictions = counted_predictions(view, steps, "served")
     return predictions, rollout_states(module, view, predictions)
 
 

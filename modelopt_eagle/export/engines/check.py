@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export.engines import ENGINES, engine_of
@@ -104,6 +105,16 @@ def captures_counted(data: dict[str, Any]) -> int:
     """For how many captured layers an engine makes ``fc`` that counts the ids under ``eagle_config``."""
     nested = (data.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return data.get("num_aux_hidden_states") or (len(nested) if nested else 3)
+
+
+def drafter_reasons(config: DraftConfig, rules: LoadRules) -> list[str]:
+    """Whether the engine drafts as this head was trained to; if it does not, nothing else of the folder matters."""
+    kinds, title = rules.drafters.get(config.algorithm), algorithm_of(config).title
+    if kinds is None:
+        return [f"serves no {title} heads"]
+    if kind_of(config) not in kinds:
+        return [f"serves {title} heads of {' and '.join(kinds)} layers, this one has {kind_of(config)} layers"]
+    return []
 
 
 def config_reasons(
@@ -239,6 +250,8 @@ def engine_reasons(
     except CheckpointError as error:
         return [f"cannot read it: {error}"]
     depth = options.target_layers if options else None
+    if refused := drafter_reasons(config, known.loads):
+        return refused
     reasons = config_reasons(data, config, known.loads, depth)
     reasons += tensor_reasons(plain_shapes(tensors), config, known.loads)
     return reasons + quant_reasons(data, legacy, tensors, config, known.quantised)
@@ -267,9 +280,11 @@ def engine_faults(
     """
     faults, trained, shapes = {}, module_shapes(config), plain_shapes(tensors)
     for key, engine in ENGINES.items():
-        reasons = config_reasons(data, config, engine.loads, target_layers)
-        reasons += tensor_reasons(shapes, config, engine.loads, trained)
-        reasons += quant_reasons(data, legacy, tensors, config, engine.quantised)
+        reasons = drafter_reasons(config, engine.loads)
+        if not reasons:
+            reasons = config_reasons(data, config, engine.loads, target_layers)
+            reasons += tensor_reasons(shapes, config, engine.loads, trained)
+            reasons += quant_reasons(data, legacy, tensors, config, engine.quantised)
         if reasons:
             faults[key] = f"{key} {engine.version} would not serve this head as trained: it " + "; it ".join(reasons)
     return faults

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from modelopt_eagle.draft import DraftConfig
 
@@ -55,6 +56,7 @@ class LoadRules:
         counts_captures_by: ``nested``: it makes ``fc`` for as many layers as ``eagle_config`` names, else for 3;
             ``served``: for as many as its serving options name.
         captures_last: whether it can capture the output of the target's last layer.
+        drafters: drafter to the kinds of layer that it serves it with, of those whose folders have this form.
     """
 
     architectures: Mapping[str, tuple[str, ...]]
@@ -85,6 +87,7 @@ class LoadRules:
     single_layer: tuple[str, ...]
     counts_captures_by: str
     captures_last: bool
+    drafters: Mapping[str, tuple[str, ...]]
 
 
 def part_of_name(name: str, excluded: str) -> bool:
@@ -205,12 +208,14 @@ class Runner:
         module: what that environment must be able to import.
         folder: where the environment is looked for.
         setup: the command that makes it.
+        options: a head's configuration to the engine's options for it, beside its folder and the number of tokens.
     """
 
     script: str
     module: str
     folder: str
     setup: str
+    options: Callable[[DraftConfig], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ ENGINE = Engine(
         single_layer=("kimik2",),
         counts_captures_by="nested",
         captures_last=False,
+        drafters={"eagle3": LAYERS},
     ),
     quantised=QuantRules(
         source="sglang 0.5.23: srt/models/{llama_eagle3,kimi_k25_eagle3}.py",

@@ -80,6 +80,7 @@ ENGINE = Engine(
         single_layer=(),
         counts_captures_by="served",
         captures_last=True,
+        drafters={"eagle3": LAYERS},
     ),
     quantised=QuantRules(
         source="NVIDIA/TensorRT-LLM: _torch/models/modeling_speculative.py at 00679c6, _torch/model_config.py at "

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines import ENGINES, engine_of
@@ -27,7 +28,7 @@ class Need:
         version: the oldest that reads everything; ``None`` if that is not known.
         because: what sets it.
         unknown: what the head needs and no release is known for.
-        unserved: why no release that was read drafts for its target; ``None`` if one does, or it is not known.
+        unserved: why no release that was read drafts so, or for its target; ``None`` if one does, or it is not known.
     """
 
     version: str | None
@@ -69,6 +70,7 @@ def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: st
         "latent attention": DECODERS[config.decoder_type].latent,
         "layers.0 names": layer_names == "layers" and config.num_hidden_layers == 1,
         "a quantised head": quantised,
+        "parallel drafting": config.algorithm == "peagle",
     }
     return [name for name, needed in needs.items() if needed]
 
@@ -100,6 +102,9 @@ def target_lines(architecture: str | None) -> list[str]:
 
 def needed_version(engine: str, config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> Need:
     """The oldest release of an engine that reads all of a head, as far as it is known."""
+    if config.algorithm not in ENGINES[engine].loads.drafters:
+        unserved = f"{ENGINES[engine].name} serves no {algorithm_of(config).title} heads"
+        return Need(None, (), (), unserved)
     features, known = features_of(config, quantised=quantised, layer_names=layer_names), ENGINES[engine].since
     found = {name: known[name].version for name in features if name in known}
     unknown = tuple(name for name in features if name not in known)

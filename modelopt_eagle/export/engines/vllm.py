@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines.profile import (
     LAYERS,
     Engine,
@@ -101,14 +106,32 @@ TARGETS = {
 """Targets by the first release whose class has its interface ``SupportsEagle3``, own or inherited."""
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"method": "eagle3"},
+    "peagle": {"method": "eagle3", "parallel_drafting": True},
+}
+"""Of each drafter, what ``--speculative-config`` says beside the folder and the number of tokens."""
+
+
+def draft_options(config: DraftConfig) -> dict[str, Any]:
+    """Its options for a head.
+
+    Raises:
+        ExportError: it serves no heads of this drafter.
+    """
+    if config.algorithm not in OPTIONS:
+        raise ExportError(f"vllm serves no heads of {config.algorithm}; it does: {', '.join(OPTIONS)}")
+    return dict(OPTIONS[config.algorithm])
+
+
 def serve(order: Order) -> list[str]:
     """The server's command line."""
+    speculative = {**draft_options(order.config), "model": "THIS_FOLDER", "num_speculative_tokens": 3}
     return [
         f"{order.need}, tested with {order.tested}:",
         "",
         "```bash",
-        f"vllm serve {order.target} --speculative-config "
-        '\'{"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 3}\'',
+        f"vllm serve {order.target} --speculative-config '{json.dumps(speculative)}'",
         "```",
     ]
 
@@ -173,6 +196,7 @@ ENGINE = Engine(
         single_layer=(),
         counts_captures_by="nested",
         captures_last=True,
+        drafters={"eagle3": LAYERS, "peagle": ("llama", "qwen3")},
     ),
     quantised=QuantRules(
         source="vllm 0.32.0: model_executor/models/utils.py get_draft_quant_config, model_loader/weight_utils.py "
@@ -203,10 +227,11 @@ ENGINE = Engine(
         "latent attention": Since("0.18.0", "0.17.1", "model_executor/models/deepseek_eagle3.py"),
         "fc_norm": Since("0.22.0", "0.21.0", LLAMA_FILE),
         "norm_output": Since("0.22.0", "0.21.0", LLAMA_FILE),
+        "parallel drafting": Since("0.16.0", None, LLAMA_FILE),  # its pull request 32887
         "another number of captured layers than 3": Since("0.22.0", "0.21.0", LLAMA_FILE),
         "norms of queries and keys": Since("0.24.0", "0.23.0", "model_executor/models/qwen3_eagle3.py"),
     },
     serve=serve,
     serve_adapted=serve_adapted,
-    runner=Runner("vllm_runner.py", "vllm", ".venv-vllm", "bash scripts/setup_vllm_cpu.sh"),
+    runner=Runner("vllm_runner.py", "vllm", ".venv-vllm", "bash scripts/setup_vllm_cpu.sh", draft_options),
 )

@@ -6,6 +6,7 @@ from modelopt_eagle.recipe.sections.drafter import DrafterSection
 from modelopt_eagle.recipe.sections.eagle import EagleSection
 from modelopt_eagle.recipe.sections.export import ExportSection
 from modelopt_eagle.recipe.sections.model import ModelSection
+from modelopt_eagle.recipe.sections.peagle import PEagleSection
 from modelopt_eagle.recipe.sections.target_lora import TargetLoraSection
 from modelopt_eagle.recipe.sections.training import TrainingSection
 from modelopt_eagle.recipe.sections.validation import ValidationSection
@@ -16,6 +17,7 @@ __all__ = [
     "EagleSection",
     "ExportSection",
     "ModelSection",
+    "PEagleSection",
     "Section",
     "TargetLoraSection",
     "TrainingSection",
