@@ -32,7 +32,7 @@ STOREYS = (
 MOST_SINGLE_IMPORTERS = 52
 """Files with one importer; tables of one file each (engines, drafters, sections) apart. It only goes down."""
 
-PLUG_INS = ("export.engines.", "recipe.sections.", "draft.eagle3.", "draft.parallel.", "draft.block.", "draft.medusa.")
+PLUG_INS = ("export.engines.", "recipe.sections.", "draft.eagle3.", "draft.peagle.", "draft.dflash.", "draft.medusa.")
 
 
 def modules() -> dict[str, Path]:
