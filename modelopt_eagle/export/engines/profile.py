@@ -152,12 +152,16 @@ class Targets:
         first: release to the architectures (``architectures[0]`` of a ``config.json``) that it is the first to serve.
         complete: whether a class that is not named has no such interface in the release read; else it is not known.
         never: classes that were looked at and have none, where the list is not complete.
+        folder: of the package, where its model classes lie.
+        interface: the base class or method by which a class is told; ``None``: the list was made by hand.
     """
 
     source: str
     first: Mapping[str, tuple[str, ...]]
     complete: bool
     never: tuple[str, ...] = ()
+    folder: str = ""
+    interface: str | None = None
 
     def since(self, architecture: str) -> str | bool | None:
         """The first release that drafts for a target of this class; ``False``: none; ``None``: not known."""
@@ -180,6 +184,23 @@ class Parallel:
     source: str
     vocab_multiple: int
     alone: str | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A line of an engine's code that a rule was read from.
+
+    Attributes:
+        rule: what it says of the engine.
+        file: path within the package.
+        pattern: a regular expression.
+        present: whether it must be found there, or must not.
+    """
+
+    rule: str
+    file: str
+    pattern: str
+    present: bool = True
 
 
 @dataclass(frozen=True)
@@ -226,7 +247,9 @@ class Engine:
         key: its name in commands and data.
         name: its name in prose.
         aliases: other spellings that commands take.
+        package: what it is called on the package index, and imported as.
         version, source: of the code that was read.
+        evidence: lines of it, looked for in other releases by ``scripts/check_engine_rules.py``.
         tested: what an export is held against, for the model card.
         loads, quantised: how it reads folders.
         targets: which targets it drafts for.
@@ -241,8 +264,10 @@ class Engine:
     key: str
     name: str
     aliases: tuple[str, ...]
+    package: str
     version: str
     source: str
+    evidence: tuple[Evidence, ...]
     tested: str
     loads: LoadRules
     quantised: QuantRules

@@ -5,6 +5,7 @@ from __future__ import annotations
 from modelopt_eagle.export.engines.profile import (
     LAYERS,
     Engine,
+    Evidence,
     LoadRules,
     Order,
     Parallel,
@@ -76,6 +77,36 @@ TARGETS = {
 """Targets by the first release whose class has a ``set_eagle3_layers_to_capture``, own or inherited; older ones than
 0.4.9 were not looked at."""
 SPLITS_KV_B = "it splits kv_b_proj after loading and takes floating numbers only"
+VOCAB_FILE = "srt/layers/vocab_parallel_embedding.py"
+CAPTURE_FILE = "srt/model_executor/model_runner_components/spec_aux_hidden_state.py"
+EVIDENCE = (
+    Evidence("layer ids are nested outputs", CAPTURE_FILE, r'"eagle_aux_hidden_state_layer_ids"'),
+    Evidence("one is added to them", "srt/models/llama.py", r"layers_to_capture = \[val \+ 1 for val in layer_ids\]"),
+    Evidence("norm_before_residual is not read", LLAMA_FILE, "norm_before_residual", present=False),
+    Evidence(
+        "norm_before_fc is read nested and at top level",
+        LLAMA_FILE,
+        r'eagle_config\.get\("norm_before_fc", getattr\(config, "norm_before_fc", False\)\)',
+    ),
+    Evidence("fc_norm is read at top level", LLAMA_FILE, r'getattr\(config, "fc_norm", None\)'),
+    Evidence("norm_output is read at top level", LLAMA_FILE, r'getattr\(config, "norm_output", False\)'),
+    Evidence(
+        "fc is left out for features as wide as the head",
+        LLAMA_FILE,
+        r"hidden_states\.shape\[-1\] != embeds\.shape\[-1\]",
+    ),
+    Evidence("attention biases are not loaded", LLAMA_FILE, "attention_bias", present=False),
+    Evidence("query and key norms are not known", LLAMA_FILE, "q_norm", present=False),
+    Evidence("fc is plain", LLAMA_FILE, r"self\.fc = torch\.nn\.Linear"),
+    Evidence("windows are told on the command line", LLAMA_FILE, r"speculative_draft_window_size"),
+    Evidence("tied drafts take their embedding as lm_head", LLAMA_FILE, r"if self\.config\.tie_word_embeddings"),
+    Evidence("the norm above layer 0 is hidden_norm", LLAMA_FILE, r"= self\.hidden_norm\(hidden_states, residual\)"),
+    Evidence("rotary sections are taken for plain", LLAMA_FILE, r'rope_scaling\["rope_type"\] = "default"'),
+    Evidence(
+        "the vocabulary is padded to 64", "srt/layers/vocab_parallel_embedding.py", r"DEFAULT_VOCAB_PADDING_SIZE = 64"
+    ),
+    Evidence("latent heads have a class", "srt/models/kimi_k25_eagle3.py", r"class Eagle3DeepseekV2ForCausalLM"),
+)
 
 
 def serve(order: Order) -> list[str]:
@@ -97,7 +128,9 @@ ENGINE = Engine(
     key="sglang",
     name="SGLang",
     aliases=(),
+    package="sglang",
     version="0.5.23",
+    evidence=EVIDENCE,
     source="sglang 0.5.23: srt/models/{llama_eagle3,kimi_k25_eagle3,llama}.py, srt/speculative/eagle_utils.py, "
     "srt/model_executor/model_runner_components/spec_aux_hidden_state.py",
     tested="0.5.23 (by its loader's rules)",
@@ -155,7 +188,13 @@ ENGINE = Engine(
             }
         },
     ),
-    targets=Targets("srt/models: classes with set_eagle3_layers_to_capture", TARGETS, complete=True),
+    targets=Targets(
+        "srt/models: classes with set_eagle3_layers_to_capture",
+        TARGETS,
+        complete=True,
+        folder="srt/models",
+        interface="set_eagle3_layers_to_capture",
+    ),
     parallel=Parallel("srt/layers/{linear,vocab_parallel_embedding}.py, srt/models/llama.py", 64, alone=None),
     since={
         "an EAGLE-3 head": Since("0.4.4.post2", "0.4.4.post1", LLAMA_FILE),

