@@ -134,13 +134,13 @@ def answers_of(target, prompts: Sequence[Prompt], layers: Sequence[int], new_tok
         encoded.append(list(target.tokenizer(text, add_special_tokens=False)["input_ids"]))
     replies = PlainGenerator(target).generate(encoded, max_new_tokens=new_tokens).tokens
     found, wanted = [], sorted(layers)
-    for prompt, reply in zip(encoded, replies, strict=True):
+    for asked, reply in zip(encoded, replies, strict=True):
         if len(reply) < 2:
             continue
-        ids = torch.tensor([prompt + list(reply)], device=target.device)  # [1,s]
+        ids = torch.tensor([asked + list(reply)], device=target.device)  # [1,s]
         output = target.features(ids, None, wanted)
         parts = output.aux_hidden[0].float().chunk(len(wanted), dim=-1)  # [s,Ht] each
-        supervised = torch.arange(ids.shape[1], device=ids.device)[None] >= len(prompt)  # [1,s]
+        supervised = torch.arange(ids.shape[1], device=ids.device)[None] >= len(asked)  # [1,s]
         found.append(
             Answer(
                 ids, supervised, dict(zip(wanted, parts, strict=True)), target.logits(output.final_hidden).argmax(-1)
@@ -180,7 +180,8 @@ def with_norms(module: EagleModule, name: str) -> EagleModule:
 
 def layer_variants(module: EagleModule, num_layers: int) -> list[Variant]:
     """Other layers than the declared ones: the numberings taken for each other, the default three, another order."""
-    ids, found = module.config.aux_layer_ids, []
+    ids = module.config.aux_layer_ids
+    found: list[Variant] = []
     choices: list[tuple[str, tuple[int, ...]]] = [
         ("layers one lower", tuple(i - 1 for i in ids)),
         ("layers one higher", tuple(i + 1 for i in ids)),
@@ -297,6 +298,9 @@ def diagnose(
         num_steps: drafted tokens a step.
         max_new_tokens: of an answer.
         say: takes a line for each thing that begins.
+
+    Returns:
+        the acceptance under each convention, the declared one first.
 
     Raises:
         DecodingError: a head that is no EAGLE-3 head, or prompts that the target does not answer.
