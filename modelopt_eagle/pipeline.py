@@ -167,6 +167,7 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
         the content of ``acceptance.json``.
     """
     from modelopt_eagle.data import load_prompts
+    from modelopt_eagle.decoding import SamplingOptions
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.kernels.recorder import graph_switch
     from modelopt_eagle.target import load_target
@@ -209,6 +210,8 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
         seed=section.seed,
         on_batch=bar.advance,
         cuda_graph=graph_switch(section.cuda_graph),
+        sampling=SamplingOptions(section.temperature, section.top_k, section.top_p, section.min_p),
+        sample_drafts=section.sample_drafts,
     )
     say(report.table())
     report.write_json(file)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelopt_eagle.decoding import SamplingOptions
 
 BELOW_BOUND = 1
 
@@ -42,8 +46,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=int, help="depth of a tree (default: --steps)")
     parser.add_argument("--num_nodes", type=int, help="nodes of a tree, root included (default 1 + topk * depth)")
     parser.add_argument(
+        "--engine_options", type=Path, metavar="FILE",
+        help="JSON or YAML of TensorRT-LLM's speculative decoding (max_draft_len, dynamic_tree_max_topK, ...), in "
+        "place of --mode, --steps and the tree's flags",
+    )  # fmt: skip
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers (default 0: greedy)")
+    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens (default 0: all)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest mass of p (default 1: all)")
+    parser.add_argument("--min_p", type=float, default=0.0, help="least share of the likeliest token (default 0)")
+    parser.add_argument(
+        "--sample_drafts", action="store_true", help="draw the drafts, too, and accept them by exact rejection"
+    )
+    parser.add_argument(
         "--sweep", action="store_true", help="also time chain lengths and tree shapes, and name the best"
     )
+    parser.add_argument(
+        "--concurrent", type=int, nargs="+", default=[4, 16], metavar="N",
+        help="with --sweep: requests at a time at which the fastest shapes are timed, too (default 4 16)",
+    )  # fmt: skip
     parser.add_argument(
         "--speedup_prompts", type=int, default=8, help="prompts timed against plain decoding (default 8; 0: none)"
     )
@@ -54,7 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("acceptance.json"), help="the numbers as JSON (default acceptance.json)"
     )
     parser.add_argument("--html", type=Path, help="write a report with plots here (extra: report)")
-    parser.add_argument("--seed", type=int, default=0, help="of the interval's bootstrap (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the interval's bootstrap, and of answers that are drawn (default 0)"
+    )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of target and head")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     parser.add_argument(
@@ -117,12 +139,16 @@ def main(argv: list[str] | None = None) -> int:
         seed=arguments.seed,
         on_batch=bar.advance,
         cuda_graph=cuda_graph,
+        sampling=sampling_options(arguments),
+        sample_drafts=arguments.sample_drafts,
     )
     print(report.table())
     if arguments.sweep:
         report.sweep = sweep(
-            target, module, prompts, num_prompts=max(1, arguments.speedup_prompts), cuda_graph=cuda_graph
-        )
+            target, module, prompts, num_prompts=max(1, arguments.speedup_prompts), cuda_graph=cuda_graph,
+            sampling=sampling_options(arguments), sample_drafts=arguments.sample_drafts, seed=arguments.seed,
+            concurrent=arguments.concurrent,
+        )  # fmt: skip
         print("\n" + sweep_table(report.sweep))
     print(f"wrote {report.write_json(arguments.output)}")
     if arguments.html is not None:
@@ -130,8 +156,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"wrote {write_html(report, arguments.html)}")
     bound = arguments.ar_lower_bound
-    if bound is not None and report.acceptance_length < bound:
-        print(f"acceptance length {report.acceptance_length:.3f} is below the bound of {bound}")
+    if bound is not None and (report.steps == 0 or report.acceptance_length < bound):
+        found = f"{report.acceptance_length:.3f}" if report.steps else "of no step"
+        print(f"acceptance length {found} is below the bound of {bound}")
         return BELOW_BOUND
     return 0
 
@@ -148,12 +175,48 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("turns", 1), ("speedup_prompts", 0), ("seed", 0)):
         if getattr(arguments, name) < least:
             raise DecodingError(f"--{name} must be at least {least}, found {getattr(arguments, name)}")
+    if any(batch < 2 for batch in arguments.concurrent):
+        raise DecodingError(f"--concurrent takes numbers of at least 2, found {min(arguments.concurrent)}")
+    options = sampling_options(arguments)
+    if options.greedy and (arguments.top_k or arguments.top_p != 1 or arguments.min_p or arguments.sample_drafts):
+        raise DecodingError("--top_k, --top_p, --min_p and --sample_drafts need a --temperature above 0")
+    if arguments.engine_options is not None:
+        take_engine_options(arguments)
     if arguments.mode == "chain" and arguments.steps < 1:
         raise DecodingError(f"--steps must be at least 1, found {arguments.steps}")
     bound = arguments.ar_lower_bound
     if bound is not None and not 1 <= bound < float("inf"):
         raise DecodingError(f"--ar_lower_bound must be at least 1 (a step always gives one token), found {bound}")
     DraftPlan.from_options(arguments.mode, arguments.steps, arguments.topk, tree_depth(arguments), arguments.num_nodes)
+
+
+def sampling_options(arguments: argparse.Namespace) -> SamplingOptions:
+    """How the answers are drawn.
+
+    Raises:
+        DecodingError: a number out of range.
+    """
+    from modelopt_eagle.decoding import SamplingOptions
+
+    return SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p)
+
+
+def take_engine_options(arguments: argparse.Namespace) -> None:
+    """Let the file of ``--engine_options`` say what is drafted.
+
+    Raises:
+        DecodingError: the file cannot be read, its keys do not fit together, or flags say the same.
+    """
+    from modelopt_eagle.draft.plan import read_engine_options
+    from modelopt_eagle.errors import DecodingError
+
+    given = [name for name in ("topk", "depth", "num_nodes") if getattr(arguments, name) is not None]
+    if given or arguments.mode != "chain":
+        raise DecodingError("--engine_options says what is drafted: leave --mode, --topk, --depth and --num_nodes out")
+    plan = read_engine_options(arguments.engine_options)
+    arguments.mode, arguments.steps = ("tree", plan.depth) if plan.is_tree else ("chain", plan.depth)
+    if plan.is_tree:
+        arguments.topk, arguments.depth, arguments.num_nodes = plan.topk, plan.depth, plan.num_nodes
 
 
 def tree_depth(arguments: argparse.Namespace) -> int | None:

@@ -12,11 +12,14 @@ them: :func:`acceptance_length` is 1 without a step, since plain decoding gives 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 Accepted = Sequence[Sequence[int]]
 """Accepted drafted tokens of each verification step, a list a prompt."""
+CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Edges of the buckets of context length."""
 
 
 def count_steps(accepted: Accepted) -> int:
@@ -87,3 +90,40 @@ def bootstrap_interval(accepted: Accepted, seed: int = 0, rounds: int = 2000) ->
     lengths = tokens[drawn].sum(1) / steps[drawn].sum(1)  # [rounds]
     low, high = lengths.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
+
+
+def conditional_rates(accepted: Sequence[Sequence[int]], depth: int) -> list[float | None]:
+    """``[depth]`` share of the steps that accepted all before position k in which it was accepted, too.
+
+    ``None`` where no step came so far.
+    """
+    reached = [sum(n >= k for row in accepted for n in row) for k in range(depth + 1)]
+    return [reached[k + 1] / reached[k] if reached[k] else None for k in range(depth)]
+
+
+def request_mean(accepted: Sequence[Sequence[int]]) -> float | None:
+    """Mean over prompts of each prompt's own acceptance length, what a user sees; ``None`` without a step."""
+    lengths = [1.0 + sum(row) / len(row) for row in accepted if len(row)]
+    return sum(lengths) / len(lengths) if lengths else None
+
+
+def by_context(
+    accepted: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]], edges: Sequence[int] = CONTEXTS
+) -> dict[str, tuple[int, float]]:
+    """Steps and acceptance length by the tokens that a step stood behind.
+
+    Args:
+        accepted: accepted drafted tokens of each step, a list a prompt.
+        contexts: tokens before each step's drafts, likewise.
+        edges: ascending; a bucket reaches from one of them to below the next.
+
+    Returns:
+        ``{"0-255": (steps, acceptance length), …}``, those buckets that have steps.
+    """
+    found: dict[str, list[int]] = {}
+    names = [f"{low}-{high - 1}" for low, high in pairwise(edges)] + [f"{edges[-1]}+"]
+    for row, places in zip(accepted, contexts, strict=True):
+        for count, place in zip(row, places, strict=True):
+            bucket = sum(place >= edge for edge in edges) - 1
+            found.setdefault(names[max(0, bucket)], []).append(count)
+    return {name: (len(found[name]), 1.0 + sum(found[name]) / len(found[name])) for name in names if name in found}

@@ -1,4 +1,4 @@
-"""Which drafted tokens the target takes: the greedy walk, or lossless sampling (``sample_and_match``)."""
+"""Which drafted tokens the target takes: the greedy walk, lossless sampling, or rejection of drafts that were drawn."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.decoding.requests import Request
-from modelopt_eagle.decoding.sampling import shape_probabilities
-from modelopt_eagle.draft.trees import RoundTree, chain_tree
-from modelopt_eagle.kernels import Accepted, repack_accepted, sample_and_match, verify_greedy
+from modelopt_eagle.decoding.walk import choose, draw_uniforms, likeliest, reject_path, sample_path
+from modelopt_eagle.draft.trees import RoundTree, SampledDraft, chain_tree
+from modelopt_eagle.kernels import Accepted, repack_accepted, verify_greedy
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,10 @@ class Choice:
 
 def first_tokens(logits: Tensor, requests: list[Request]) -> Tensor:
     """``[B]`` int64: each request's next token from logits ``[B, V]``."""
-    if all(request.sampling.greedy for request in requests):
+    if _plain(requests):
         return likeliest(logits)
-    probabilities = shape_probabilities(logits[:, None], [request.sampling for request in requests])
-    root = chain_tree(torch.zeros(len(requests), 1, dtype=torch.int64, device=logits.device))
-    return sample_and_match(root, probabilities, draw_uniforms(requests, 1, logits.device)).tokens[:, 0].long()
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The first largest logit's token ``[...]`` int64 of ``[..., V]``; -1 where one is NaN, which is no choice."""
-    value, token = logits.max(-1)
-    return token.masked_fill_(value.isnan(), -1)
+    uniforms = draw_uniforms(requests, 1, logits.device)[:, 0]  # [B]
+    return choose(logits, requests, uniforms, [[] for _ in requests], list(range(len(requests))))
 
 
 def choose_chain(nodes: Tensor, logits: Tensor, features: Tensor, requests: list[Request]) -> Choice:
@@ -57,37 +50,40 @@ def choose_chain(nodes: Tensor, logits: Tensor, features: Tensor, requests: list
         logits: ``[B, K+1, V]`` of the target after each.
         features: ``[B, K+1, A·Ht]``.
     """
-    if not all(request.sampling.greedy for request in requests):
-        return _choice(_sample(RoundTree(chain_tree(nodes), None), logits, requests), features)
+    if not _plain(requests):
+        return _choice(sample_path(chain_tree(nodes), logits, requests), features)
     predict = likeliest(logits)  # [B,K+1]
     agreed = (predict[:, :-1] == nodes[:, 1:]).cumprod(1).sum(1)  # [B]
-    accepted = agreed.tolist()
-    emitted = [row[: count + 1] for row, count in zip(predict.tolist(), accepted, strict=True)]
+    accepted, emitted = _to_host(agreed, predict)
     last = predict.gather(1, agreed[:, None])[:, 0]  # [B]
     return Choice(emitted, accepted, predict.clamp(min=0), features, last)
 
 
 def choose_tree(drafted: RoundTree, logits: Tensor, features: Tensor, requests: list[Request]) -> Choice:
     """Acceptance of a tree; logits ``[B, N, V]`` and features ``[B, N, A·Ht]`` by node."""
-    if all(request.sampling.greedy for request in requests):
+    if _plain(requests):
         return _choice(verify_greedy(drafted.tree, likeliest(logits)), features)
-    return _choice(_sample(drafted, logits, requests), features)
+    return _choice(sample_path(drafted.tree, logits, requests), features)
 
 
-def draw_uniforms(requests: list[Request], count: int, device: torch.device) -> Tensor:
-    """``[B, count]`` float64 in [0, 1), each row from its request's own stream (0 for greedy rows)."""
-    return torch.stack([request.uniforms(count) for request in requests]).to(device)
+def choose_sampled(drafted: SampledDraft, logits: Tensor, features: Tensor, requests: list[Request]) -> Choice:
+    """Acceptance of drafts that were drawn; logits ``[B, N, V]`` and features ``[B, N, A·Ht]`` by node."""
+    return _choice(reject_path(drafted, logits, requests), features)
 
 
-def _sample(drafted: RoundTree, logits: Tensor, requests: list[Request]) -> Accepted:
-    probabilities = shape_probabilities(logits, [request.sampling for request in requests])  # [B,N,V]
-    uniforms = draw_uniforms(requests, drafted.tree.depth_limit() + 1, logits.device)
-    return sample_and_match(drafted.tree, probabilities, uniforms)
+def _plain(requests: list[Request]) -> bool:
+    """Whether all requests take the likeliest token of the target's own logits."""
+    return all(request.sampling.greedy and request.processor is None for request in requests)
 
 
 def _choice(path: Accepted, features: Tensor) -> Choice:
-    accepted = path.num_accepted.tolist()
-    emitted = [row[: count + 1] for row, count in zip(path.tokens.tolist(), accepted, strict=True)]
+    accepted, emitted = _to_host(path.num_accepted, path.tokens)
     last = path.tokens.long().gather(1, path.num_accepted.long()[:, None])[:, 0]  # [B]
     packed = repack_accepted(features, path.nodes, path.num_accepted)  # [B,D+1,A·Ht]
     return Choice(emitted, accepted, path.tokens.long().clamp(min=0), packed, last, path)
+
+
+def _to_host(accepted: Tensor, tokens: Tensor) -> tuple[list[int], list[list[int]]]:
+    """Accepted drafts ``[B]`` and emitted tokens of ``[B, D+1]`` as lists, in the one copy that a round waits for."""
+    rows = torch.cat((accepted[:, None], tokens), 1).tolist()  # [B,D+2]
+    return [row[0] for row in rows], [row[1 : row[0] + 2] for row in rows]

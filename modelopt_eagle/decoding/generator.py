@@ -17,7 +17,14 @@ from modelopt_eagle.common.acceptance import prefix_counts
 from modelopt_eagle.decoding.checks import check_lengths, check_pair
 from modelopt_eagle.decoding.cpu_linear import SWITCH, FastLinears
 from modelopt_eagle.decoding.output import GenerationOutput, Timings
-from modelopt_eagle.decoding.requests import Request, StopRule, StreamCallback, end_token_ids, make_requests
+from modelopt_eagle.decoding.requests import (
+    LogitsProcessor,
+    Request,
+    StopRule,
+    StreamCallback,
+    end_token_ids,
+    make_requests,
+)
 from modelopt_eagle.decoding.rounds import DraftedRounds, PlainRounds, Rounds
 from modelopt_eagle.decoding.target_runner import cache_argument
 from modelopt_eagle.draft.algorithm import Drafter, algorithm_of
@@ -44,6 +51,9 @@ class PseudoSpeculativeGenerator:
         fast_linear: float32 linear layers on the CPU run by oneDNN while decoding (``cpu_linear.py``): ``"auto"`` (with
             copies of the weights laid out for it, if they take at most half of the free memory), ``True`` (with copies)
             or ``False``. Copies are shared by all generators of a model and live as long as one of them.
+        sample_drafts: draw the drafts of sampling requests from the head (at the request's temperature and filters) and
+            accept them by exact rejection; ``False``: draft the likeliest tokens. A tree is then T chains below the
+            root, with ``num_nodes`` at its default. Both leave the target's distribution as it is.
 
     Attributes:
         notes: what a user should know of this plan with this head, such as drafts longer than it was trained for.
@@ -66,6 +76,7 @@ class PseudoSpeculativeGenerator:
         cache_length: int | None = None,
         cuda_graph: str | bool = "auto",
         fast_linear: str | bool = "auto",
+        sample_drafts: bool = False,
     ):
         if not isinstance(target, Target):
             raise DecodingError(
@@ -83,6 +94,12 @@ class PseudoSpeculativeGenerator:
                 raise DecodingError("drafting needs a draft head; for plain decoding pass num_steps=0")
         else:
             self.notes = check_pair(target, draft, self.plan)
+        self.sample_drafts = bool(sample_drafts)
+        if self.sample_drafts and self.plan.is_tree and self.plan.num_nodes != 1 + self.plan.topk * self.plan.depth:
+            raise DecodingError(
+                f"sample_drafts draws T chains below the root: num_nodes must be 1 + topk * depth, "
+                f"{1 + self.plan.topk * self.plan.depth}, found {self.plan.num_nodes}"
+            )
         self.max_batch, self.cache_length = max_batch, cache_length
         self._recorder = choose_recorder(cuda_graph, target.device)
         self._drafter: Drafter | None = None
@@ -107,6 +124,7 @@ class PseudoSpeculativeGenerator:
         seed: int | Sequence[int] | None = None,
         on_tokens: StreamCallback | None = None,
         images: dict[str, Tensor] | None = None,
+        logits_processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None,
     ) -> GenerationOutput:
         """Answer a batch of prompts, which may differ in length and stop at different times.
 
@@ -124,6 +142,9 @@ class PseudoSpeculativeGenerator:
             on_tokens: called as ``on_tokens(request, new_tokens, finish_reason)`` after every step.
             images: what ``Target.vision.inputs`` made of the images of the prompt, which is then the only one and holds
                 the expanded placeholders.
+            logits_processor: ``processor(input_ids [1, S], scores [1, V]) -> [1, V]``, as those of transformers
+                (repetition penalty, the mask of a grammar), one for all or one a request. It sees the text up to each
+                node that is visited, before temperature and filters, so the text is the one of plain decoding with it.
 
         Returns:
             :class:`GenerationOutput`.
@@ -133,8 +154,9 @@ class PseudoSpeculativeGenerator:
         """
         started = time.perf_counter()
         requests = make_requests(
-            self.target, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, min_p, seed
-        )
+            self.target, input_ids, attention_mask, max_new_tokens, temperature, top_k, top_p, min_p, seed,
+            logits_processor,
+        )  # fmt: skip
         if self.max_batch is not None and len(requests) > self.max_batch:
             raise DecodingError(f"{len(requests)} requests, but there are {self.max_batch} slots: raise max_batch")
         if images is not None and len(requests) > 1:
@@ -183,7 +205,7 @@ class PseudoSpeculativeGenerator:
     def _rounds(self, batch: int, capacity: int, timings: Timings, drafter: Drafter | None) -> Rounds:
         if self.draft is None or drafter is None:
             return PlainRounds(self.target, capacity, timings)
-        return DraftedRounds(self.target, self.draft, drafter, self.plan, batch, capacity, timings)
+        return DraftedRounds(self.target, self.draft, drafter, self.plan, batch, capacity, timings, self.sample_drafts)
 
 
 class PlainGenerator(PseudoSpeculativeGenerator):

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from modelopt_eagle.errors import DecodingError
 
+STATES, BOTH, NONE = ("linear_attention", "conv"), ("hybrid",), ("moe", "mlp", "dummy")
+"""Layers with a recurrent state, with one beside attention, and with neither (``recurrent.py``)."""
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -31,11 +33,16 @@ def attention_kinds(config) -> dict[str, int | None]:
     types = getattr(config, "layer_types", None)
     if not types:
         return {"sliding_attention": window} if window else {"full_attention": None}
+    types = [kind for kind in types if kind not in (*STATES, *BOTH, *NONE)] + [
+        "full_attention" for kind in types if kind in BOTH
+    ]
+    if not types:
+        return {"full_attention": None}  # recurrent layers only
     unknown = sorted(set(types) - set(_KINDS))
     if unknown:
         raise DecodingError(
             f"layers of type {', '.join(unknown)} keep no key and value a token, so drafts cannot be taken back: "
-            f"the target may have {', '.join(_KINDS)} only"
+            f"the target may have {', '.join((*_KINDS, *STATES, *BOTH))} only"
         )
     sizes = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
     return {kind: sizes[kind] for kind in _KINDS if kind in types}
@@ -43,7 +50,16 @@ def attention_kinds(config) -> dict[str, int | None]:
 
 def layer_kinds(config, kinds: dict[str, int | None], num_layers: int) -> list[str]:
     """The kind of each layer's attention."""
-    return list(getattr(config, "layer_types", None) or [next(iter(kinds))] * num_layers)
+    types = getattr(config, "layer_types", None) or [next(iter(kinds))] * num_layers
+    return [kind if kind in _KINDS else "full_attention" for kind in types]
+
+
+def one_shape(config) -> bool:
+    """Whether the layers' keys have one shape, as far as the config says: none names heads or widths of some layers."""
+    usual = {"head_dim", "num_key_value_heads", "num_attention_heads", "v_head_dim", "qk_head_dim"}
+    usual |= {"qk_rope_head_dim", "qk_nope_head_dim"}
+    named = {key: value for key, value in vars(config).items() if "head_dim" in key or "key_value_heads" in key}
+    return not any(value for key, value in named.items() if key not in usual and not key.startswith("linear_"))
 
 
 def first_slots(kinds: dict[str, int | None], lengths: list[int]) -> dict[str, int]:

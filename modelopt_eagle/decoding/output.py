@@ -59,6 +59,11 @@ class GenerationOutput:
         return count_steps(self.accepted_lengths)
 
     @property
+    def rounds(self) -> int:
+        """Passes of the target after the prompts: the steps of the request that took most."""
+        return max((len(lengths) for lengths in self.accepted_lengths), default=0)
+
+    @property
     def accepted(self) -> int:
         """Accepted drafted tokens, pooled."""
         return sum(sum(lengths) for lengths in self.accepted_lengths)

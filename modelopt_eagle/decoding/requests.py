@@ -18,6 +18,11 @@ StreamCallback = Callable[[int, list[int], "str | None"], None]
 """``callback(request, new_tokens, finish_reason)``, once a step and request; the reason is ``None`` until the end."""
 
 
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""``processor(input_ids [1, S], scores [1, V]) -> [1, V]``, as transformers' logits processors; ``input_ids`` holds
+prompt and answer up to the token that is chosen next."""
+
+
 @dataclass
 class Request:
     """One prompt on its way."""
@@ -27,6 +32,7 @@ class Request:
     max_new_tokens: int
     sampling: SamplingOptions
     generator: torch.Generator | None
+    processor: LogitsProcessor | None = None
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -126,6 +132,7 @@ def make_requests(
     top_p,
     min_p,
     seed: int | Sequence[int] | None,
+    processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None,
 ) -> list[Request]:
     """Check the arguments of ``generate`` and make a request of each prompt.
 
@@ -148,6 +155,13 @@ def make_requests(
     seeds = per_request("seed", seed, count)
     for one in seeds:
         check_seed(one)
+    processors = [processor] * count if callable(processor) else per_request("logits_processor", processor, count)
+    for one in processors:
+        if one is not None and not callable(one):
+            raise DecodingError(
+                "logits_processor must be callable as processor(input_ids, scores), or a list of one a request, "
+                f"found {one!r}"
+            )
     requests, copies = [], Counter()
     for index, (prompt, limit, *sampling) in enumerate(zip(prompts, limits, *columns, strict=True)):
         options = SamplingOptions(*sampling)
@@ -159,7 +173,7 @@ def make_requests(
             else:
                 generator.manual_seed(stream_seed(seeds[index], prompt, copies[seeds[index], tuple(prompt)]))
         copies[seeds[index], tuple(prompt)] += 1
-        requests.append(Request(index, prompt, limit, options, generator))
+        requests.append(Request(index, prompt, limit, options, generator, processors[index]))
     return requests
 
 

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.modes import evaluating
-from modelopt_eagle.decoding.accept import Choice, choose_chain, choose_tree, first_tokens
+from modelopt_eagle.decoding.accept import Choice, choose_chain, choose_sampled, choose_tree, first_tokens
 from modelopt_eagle.decoding.masks import causal
 from modelopt_eagle.decoding.output import Timings
 from modelopt_eagle.decoding.relocate import relocate_rows
 from modelopt_eagle.decoding.requests import Request
+from modelopt_eagle.decoding.sampling import shape_probabilities
 from modelopt_eagle.decoding.target_runner import TargetRunner
-from modelopt_eagle.draft.algorithm import Drafter
+from modelopt_eagle.decoding.walk import draw_uniforms
+from modelopt_eagle.draft.algorithm import Drafter, DrawingLoop
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.plan import DraftPlan
-from modelopt_eagle.draft.trees import RoundTree
+from modelopt_eagle.draft.trees import RoundTree, SampledDraft
+from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
 
@@ -73,7 +76,7 @@ class Rounds(ABC):
             return None
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows, device=self.target.device)
-        self.runner.cache.keep(index)
+        self.runner.cache.keep(rows, max(self.lengths))
         return index
 
 
@@ -126,10 +129,16 @@ class DraftedRounds(Rounds):
         batch: int,
         capacity: int,
         timings: Timings,
+        sample_drafts: bool = False,
     ):
         super().__init__(target, draft.config.aux_layer_ids, capacity, timings, plan.num_nodes)
         self.draft, self.plan = draft, plan
         self.loop = drafter.loop(batch, capacity)
+        self.sample_drafts = sample_drafts
+        if sample_drafts and not isinstance(self.loop, DrawingLoop):
+            raise DecodingError(
+                f"{type(self.loop).__name__} drafts the likeliest tokens only: leave sample_drafts at False"
+            )
         self.sees, self.depths = causal(plan.num_nodes, target.device)  # of a chain
 
     def __enter__(self):
@@ -150,9 +159,11 @@ class DraftedRounds(Rounds):
         begun = time.perf_counter()
         committed = [length - count for length, count in zip(self.lengths, self.counts, strict=True)]
         self.loop.commit(self.pending, self.features, committed, self.counts)
-        drafts = self.loop.draft(self.lengths, self.last)  # [B,K], or a tree
+        drafts = self._draft(requests)  # [B,K], or a tree
         drafted = time.perf_counter()
-        if isinstance(drafts, RoundTree):
+        if isinstance(drafts, SampledDraft):
+            choice = self._verify_drawn(drafts, requests)
+        elif isinstance(drafts, RoundTree):
             choice = self._verify_tree(drafts, requests)
         else:
             choice = self._verify_chain(drafts, requests)
@@ -166,11 +177,33 @@ class DraftedRounds(Rounds):
         self.timings.verify += ended - drafted
         return choice.emitted, choice.accepted
 
+    def _draft(self, requests: list[Request]) -> Tensor | RoundTree | SampledDraft:
+        """The likeliest tokens, or drawn ones if a request samples and drafts are to be drawn."""
+        options = [request.sampling for request in requests]
+        if not self.sample_drafts or not isinstance(self.loop, DrawingLoop) or all(one.greedy for one in options):
+            return self.loop.draft(self.lengths, self.last)
+        size = self.plan.depth, self.plan.topk or 1
+        uniforms = draw_uniforms(requests, size[0] * size[1], self.last.device).view(-1, *size)  # [B,D,T]
+        return self.loop.sample(self.lengths, self.last, lambda logits: shape_probabilities(logits, options), uniforms)
+
+    def _verify_drawn(self, drafted: SampledDraft, requests: list[Request]) -> Choice:
+        """Acceptance of drafts that were drawn; a chain lies in place already."""
+        tree = drafted.tree.tree
+        logits, features = self.runner.verify(tree.tokens.long(), self.lengths, drafted.tree.sees, tree.depths.long())
+        choice = choose_sampled(drafted, logits, features, requests)
+        if drafted.branching > 1:
+            relocate_rows(self.runner.cache, choice.path, self.lengths)
+        else:
+            self.runner.settle(tree.tokens.long(), self.lengths, choice.accepted)
+        return choice
+
     def _verify_chain(self, drafted: Tensor, requests: list[Request]) -> Choice:
         """Acceptance of ``[B, K]`` drafted tokens."""
         nodes = torch.cat((self.last[:, None], drafted), 1)  # [B,K+1]
         logits, features = self.runner.verify(nodes, self.lengths, self.sees, self.depths)
-        return choose_chain(nodes, logits, features, requests)
+        choice = choose_chain(nodes, logits, features, requests)
+        self.runner.settle(nodes, self.lengths, choice.accepted)
+        return choice
 
     def _verify_tree(self, drafted: RoundTree, requests: list[Request]) -> Choice:
         """Acceptance of a tree; the accepted path is moved together in the target's cache."""
@@ -178,6 +211,7 @@ class DraftedRounds(Rounds):
         logits, features = self.runner.verify(tokens, self.lengths, drafted.sees, depths)
         choice = choose_tree(drafted, logits, features, requests)
         relocate_rows(self.runner.cache, choice.path, self.lengths)
+        self.runner.settle(tokens, self.lengths, choice.accepted)
         return choice
 
     def keep(self, rows: list[int] | None) -> Tensor | None:

@@ -6,12 +6,12 @@ front, and rejected drafts are simply overwritten by the next round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from modelopt_eagle.errors import DecodingError
 
@@ -111,6 +111,14 @@ class Placement:
         pool, first, heads = region
         return self.pools[pool][:, first : first + heads]
 
+    def keep(self, rows: list[int], used: int) -> None:
+        """Move the rows (ascending) to the front, of ``used`` slots each; what is behind them is forgotten."""
+        for pool in self.pools:
+            for place, row in enumerate(rows):
+                if place != row:
+                    pool[place, :, :used] = pool[row, :, :used]
+        self.pools = [pool[: len(rows)] for pool in self.pools]
+
 
 class RowCache(Cache):
     """A transformers cache with per-row lengths, which the caller owns.
@@ -118,14 +126,23 @@ class RowCache(Cache):
     Args:
         num_layers: layers of the target.
         capacity: slots a row.
-        alike: whether all layers are of one kind, so that one tensor can hold them.
+        alike: whether all layers have keys of one shape, so that one tensor can hold them.
         kinds: kind of each layer's attention (``masks.layer_kinds``); ``None``: full.
+        make: ``(placement, kinds)`` to the layers, for targets that have others beside attention.
     """
 
-    def __init__(self, num_layers: int, capacity: int, alike: bool = True, kinds: Sequence[str] | None = None):
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        alike: bool = True,
+        kinds: Sequence[str] | None = None,
+        make: Callable[[Placement, Sequence[str]], list] | None = None,
+    ):
         self.place = Placement(capacity, num_layers if alike else 1)
         kinds = ["full_attention"] * num_layers if kinds is None else kinds
-        super().__init__(layers=[RowLayer(self.place, kind) for kind in kinds])
+        rows = [RowLayer(self.place, kind) for kind in kinds] if make is None else make(self.place, kinds)
+        super().__init__(layers=rows)
 
     @contextmanager
     def writing(self, lengths: list[int], count: int, device: torch.device, first: dict[str, int] | None = None):
@@ -158,12 +175,19 @@ class RowCache(Cache):
         finally:
             place.start, place.rows, place.slots, place.width, place.longest, place.first = before
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep the rows ``[b]`` int64 and forget the others."""
-        self.place.pools = [pool[rows] for pool in self.place.pools]
+    def keep(self, rows: list[int], used: int | None = None) -> None:
+        """Keep the rows and forget the others; nothing but rows that move is copied.
+
+        Args:
+            rows: ascending places of those that stay.
+            used: slots of the longest of them; ``None``: all.
+        """
+        self.place.keep(rows, self.place.capacity if used is None else used)
         for layer in self.layers:
-            if layer.is_initialized:
+            if isinstance(layer, RowLayer) and layer.is_initialized:
                 layer.bind()
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                LinearAttentionCacheLayerMixin.reorder_cache(layer, torch.tensor(rows))
 
     def tensors(self) -> list[Tensor]:
         """The buffers ``[B, heads, capacity, d]`` of all layers."""

@@ -11,6 +11,10 @@ COLDEST = torch.finfo(torch.float32).tiny
 """Temperatures below are taken as this one: the likeliest token has all the mass, but for exact ties."""
 
 
+_PREFIXES = (256, 4096)
+"""Most likely tokens that are ranked before all of them are."""
+
+
 def shape_probabilities(logits: Tensor, options: list[SamplingOptions]) -> Tensor:
     """Probabilities after each request's temperature and filters, in the order of transformers' ``generate``.
 
@@ -59,9 +63,25 @@ def _keep_top_k(scaled: Tensor, top_k: list[int]) -> Tensor:
 
 def _keep_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
     """Mask the tail: a token stays while the mass of the likelier ones is below p."""
+    vocab = scaled.shape[-1]
+    total = scaled.logsumexp(-1, keepdim=True)  # [B,N,1]
+    for few in _PREFIXES if scaled.device.type == "cpu" else ():
+        if few >= vocab:
+            break
+        ranked, order = scaled.topk(few, dim=-1)  # most of the mass lies on few tokens: no need to sort them all
+        mass = (ranked - total).exp().cumsum(-1)
+        if bool(((mass[..., -1:] >= top_p) | (top_p >= 1)).all()):
+            kept = _within(mass, (ranked - total).exp(), top_p)
+            inside = torch.zeros_like(scaled, dtype=torch.bool).scatter_(-1, order, kept)
+            return scaled.masked_fill(~inside & (top_p < 1), float("-inf"))
     ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
-    mass = ranked.softmax(-1)
-    before = mass.cumsum(-1) - mass  # mass of the likelier tokens
-    drop = (before >= top_p) & (top_p < 1)
-    drop[..., 0] = False
+    mass = (ranked - total).exp()
+    drop = ~_within(mass.cumsum(-1), mass, top_p) & (top_p < 1)
     return scaled.masked_fill(torch.zeros_like(drop).scatter_(-1, order, drop), float("-inf"))
+
+
+def _within(cumulated: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
+    """Whether the mass before each ranked token is below p; the first always is."""
+    kept = cumulated - mass < top_p
+    kept[..., 0] = True
+    return kept

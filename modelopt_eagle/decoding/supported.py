@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from modelopt_eagle.decoding.masks import BOTH, STATES
+from modelopt_eagle.decoding.recurrent import is_recurrent
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
@@ -33,6 +35,9 @@ class Restriction:
 def restrictions(target: Target) -> list[Restriction]:
     """Those of a target, empty for most."""
     config, found = target.config, []
+    if is_recurrent(config):
+        kinds = ", ".join(sorted({kind for kind in config.layer_types if kind in (*STATES, *BOTH)}))
+        found.append(Restriction(f"its recurrent layers ({kinds}) keep one state a row"))
     if _has_alibi(config):
         found.append(Restriction("its attention bias (ALiBi) counts slots of the cache, and takes no mask", 0, True))
     elif "position_ids" not in inspect.signature(target.parts.backbone.forward).parameters:
@@ -77,7 +82,7 @@ def check_shape(target: Target, siblings: bool, ragged: bool, slots: int | None,
         if ragged:
             raise DecodingError(
                 f"{target.name} cannot read rows of different lengths together{reach}: {restriction.what}. Answer "
-                f"the {batch} prompts one a call"
+                f"the {batch} prompts one a call (batch_size 1 in validation and synthesis)"
             )
 
 

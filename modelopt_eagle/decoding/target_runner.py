@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from modelopt_eagle.common.modes import evaluating
 from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
 from modelopt_eagle.decoding.grouped_attention import NAME, lent, query_groups
-from modelopt_eagle.decoding.masks import attention_kinds, first_slots, kind_masks, layer_kinds
+from modelopt_eagle.decoding.masks import attention_kinds, causal, first_slots, kind_masks, layer_kinds, one_shape
+from modelopt_eagle.decoding.recurrent import State, cache_layers, continues, is_recurrent, put_back, states_of
 from modelopt_eagle.decoding.row_cache import RowCache
 from modelopt_eagle.decoding.supported import run_limit, takes_no_mask
 from modelopt_eagle.errors import DecodingError
@@ -47,7 +49,13 @@ class TargetRunner:
         self.position_limit = run_limit(target, capacity - num_nodes)
         self.groups = query_groups(target)
         by_layer = layer_kinds(target.config, self.kinds, target.num_layers)
-        self.cache = RowCache(target.num_layers, capacity, alike=len(self.kinds) == 1, kinds=by_layer)
+        self.recurrent = is_recurrent(target.config)
+        self.cache = RowCache(
+            target.num_layers, capacity, alike=one_shape(target.config) and not self.recurrent, kinds=by_layer,
+            make=partial(cache_layers, target.config) if self.recurrent else None,
+        )  # fmt: skip
+        self._continues = not self.recurrent or continues(target, self._cache_name)
+        self._states: list[State] = []  # before the last verification, or after each of its tokens
         self.num_nodes, self.buffer = num_nodes, None
         self.shift = 0
         self._stack = ExitStack()
@@ -114,6 +122,10 @@ class TargetRunner:
             logits ``[B, N, V]`` and features ``[B, N, A·Ht]``.
         """
         batch, count = tokens.shape
+        if self.recurrent and count > 1:
+            if not self._continues:
+                return self._token_by_token(tokens, lengths)
+            self._states = [states_of(self.cache)]
         even = len(set(lengths)) == 1
         first = lengths[0] if even else torch.tensor(lengths, device=tokens.device)[:, None]
         positions = (depths + first).expand(batch, -1)  # [B,N]
@@ -126,6 +138,43 @@ class TargetRunner:
         first = first_slots(self.kinds, lengths)
         masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype, first, self.groups)
         return self._forward(tokens, lengths, masks, positions, {}, first=first)
+
+    def settle(self, tokens: Tensor, lengths: list[int], accepted: list[int]) -> None:
+        """Lead recurrent layers back to the accepted tokens of the last verification; nothing to do for others.
+
+        Args:
+            tokens: ``[1, N]`` that were verified, a chain.
+            lengths: tokens before them.
+            accepted: drafted tokens that were taken.
+        """
+        if not self.recurrent or not self._states or accepted[0] + 1 == tokens.shape[1]:
+            self._states = []
+            return
+        count = accepted[0] + 1
+        if not self._continues:
+            put_back(self.cache, self._states[accepted[0]])
+        else:
+            put_back(self.cache, self._states[0])
+            buffer, self.buffer = self.buffer, None  # what was captured is still to be read
+            try:
+                sees, depths = causal(count, tokens.device)
+                self.verify(tokens[:, :count], lengths, sees, depths)
+            finally:
+                self.buffer = buffer
+        self._states = []
+
+    def _token_by_token(self, tokens: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+        """A chain read one token a pass, the recurrent states after each of them kept."""
+        sees, depths = causal(1, tokens.device)
+        logits, features, states = [], [], []
+        for place in range(tokens.shape[1]):
+            one, aux = self.verify(tokens[:, place : place + 1], [length + place for length in lengths], sees, depths)
+            logits.append(one)
+            features.append(None if aux is None else aux.clone())
+            states.append(states_of(self.cache))
+        self._states = states
+        captured = [aux for aux in features if aux is not None]
+        return torch.cat(logits, 1), torch.cat(captured, 1) if captured else None
 
     def _forward(self, tokens, lengths, masks, positions, more, next_input=False, first=None):
         with ExitStack() as stack:
@@ -154,12 +203,14 @@ def cache_argument(target: Target) -> str:
     """
     parameters = inspect.signature(target.model.forward).parameters
     name = next((n for n in ("cache", "past_key_values") if n in parameters), None)
-    if name is None or getattr(target.model, "_is_stateful", False):
+    if name is None or (getattr(target.model, "_is_stateful", False) and not is_recurrent(target.config)):
         raise DecodingError(
             f"{target.name}: {type(target.model).__name__} has no KV cache that can go back to an earlier token "
             "(its forward takes no past_key_values, or it keeps a recurrent state): it cannot verify drafts"
         )
     attention_kinds(target.config)
+    if is_recurrent(target.config):
+        continues(target, name)
     implementation = getattr(target.config, "_attn_implementation", None) or "eager"
     if implementation not in _KNOWN_ATTENTION:
         raise DecodingError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.config import DraftConfig
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.draft.predictions import BatchView, Predictions
-from modelopt_eagle.draft.trees import RoundTree
+from modelopt_eagle.draft.trees import RoundTree, SampledDraft
 from modelopt_eagle.draft.vocab import DraftVocab
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.kernels.recorder import Recorder
@@ -63,6 +63,26 @@ class DraftLoop(Protocol):
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the rows ``[b]`` int64 only."""
+        ...
+
+
+@runtime_checkable
+class DrawingLoop(DraftLoop, Protocol):
+    """A loop that can also draw its drafts, for sampling with exact rejection."""
+
+    def sample(
+        self, lengths: list[int], roots: Tensor, shape: Callable[[Tensor], Tensor], uniforms: Tensor
+    ) -> SampledDraft:
+        """Draw a draft behind what was committed.
+
+        Args:
+            lengths, roots: as for :meth:`DraftLoop.draft`.
+            shape: draft logits ``[B, n, Vd]`` to the distributions ``[B, n, Vd]`` that the requests draw from.
+            uniforms: ``[B, D, T]`` in [0, 1), T = 1 for a chain.
+
+        Returns:
+            the tokens, and the distributions that they were drawn from.
+        """
         ...
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 
 from modelopt_eagle.common.trees import default_tree_nodes, history_size, tree_node_bounds
 from modelopt_eagle.errors import DecodingError
@@ -87,37 +89,129 @@ class DraftPlan:
     def from_engine_options(
         cls,
         *,
-        max_draft_len: int,
+        max_draft_len: int | None = None,
         use_dynamic_tree: bool = False,
+        dynamic_tree_max_topK: int | None = None,
         dynamic_tree_topk: int | None = None,
         max_total_draft_tokens: int | None = None,
+        max_batch_size: int | None = None,
+        **others,
     ) -> DraftPlan:
-        """The plan that TensorRT-LLM's ``EagleDecodingConfig`` keys ask for (draft tokens counted without the root).
+        """The plan that TensorRT-LLM's ``Eagle3DecodingConfig`` asks for (draft tokens counted without the root).
+
+        Args:
+            max_draft_len: K of a chain, D of a tree.
+            use_dynamic_tree: draft a tree.
+            dynamic_tree_max_topK: T, the engine's key; then its rules hold: ``max_batch_size`` is given and
+                ``max_total_draft_tokens`` lies in ``[D, T·D]``.
+            dynamic_tree_topk: T under our own name, with ``max_total_draft_tokens`` in ``[D, T+T²(D-1)]``.
+            max_total_draft_tokens: N - 1; default T·D.
+            max_batch_size: requests at a time, which the engine allocates for; a plan does not depend on it.
+            others: keys of the engine that say nothing about the shape (``ENGINE_KEYS``).
 
         Raises:
-            DecodingError: ``dynamic_tree_topk`` missing or not positive with ``use_dynamic_tree``, tree keys without
-                the switch, or ``max_total_draft_tokens`` outside ``[D, T+T²(D-1)]``.
+            DecodingError: unknown keys, keys that are missing or contradict each other, or a number out of range.
         """
+        _check_others(others)
+        if max_draft_len is None:
+            raise DecodingError(
+                "max_draft_len is missing: the number of drafted tokens of a chain, or layers of a tree"
+            )
+        _check_integer("max_draft_len", max_draft_len, 1)
+        if not isinstance(use_dynamic_tree, bool):
+            raise DecodingError(f"use_dynamic_tree must be true or false, found {use_dynamic_tree!r}")
+        if max_batch_size is not None:
+            _check_integer("max_batch_size", max_batch_size, 1)
+        tree_keys = {
+            "dynamic_tree_max_topK": dynamic_tree_max_topK,
+            "dynamic_tree_topk": dynamic_tree_topk,
+            "max_total_draft_tokens": max_total_draft_tokens,
+        }
         if not use_dynamic_tree:
-            for name, value in (
-                ("dynamic_tree_topk", dynamic_tree_topk),
-                ("max_total_draft_tokens", max_total_draft_tokens),
-            ):
+            if max_total_draft_tokens == max_draft_len:
+                tree_keys.pop("max_total_draft_tokens")  # what the engine fills in for a chain
+            for name, value in tree_keys.items():
                 if value is not None:
                     raise DecodingError(f"{name} is {value}, but use_dynamic_tree is off: set use_dynamic_tree: true")
             return cls.chain(max_draft_len)
-        if dynamic_tree_topk is None or dynamic_tree_topk <= 0:
-            raise DecodingError(f"use_dynamic_tree needs dynamic_tree_topk > 0, found {dynamic_tree_topk}")
+        if dynamic_tree_max_topK is not None and dynamic_tree_topk is not None:
+            raise DecodingError("dynamic_tree_max_topK and dynamic_tree_topk both say T: give one of them")
+        name = "dynamic_tree_topk" if dynamic_tree_max_topK is None else "dynamic_tree_max_topK"
+        topk = dynamic_tree_topk if dynamic_tree_max_topK is None else dynamic_tree_max_topK
+        if isinstance(topk, bool) or not isinstance(topk, int) or topk <= 0:
+            raise DecodingError(f"use_dynamic_tree needs {name} > 0, found {topk}")
+        if dynamic_tree_max_topK is not None and max_batch_size is None:
+            raise DecodingError("the engine's dynamic tree needs max_batch_size, the requests it allocates trees for")
         if max_total_draft_tokens is not None:
-            _check_integer("max_draft_len", max_draft_len, 1)
-            largest = history_size(dynamic_tree_topk, max_draft_len)
+            _check_integer("max_total_draft_tokens", max_total_draft_tokens, 1)
+            largest = history_size(topk, max_draft_len)
+            if dynamic_tree_max_topK is not None:
+                largest = min(largest, topk * max_draft_len)
             if not max_draft_len <= max_total_draft_tokens <= largest:
                 raise DecodingError(
-                    f"max_total_draft_tokens must lie in [{max_draft_len}, {largest}] for dynamic_tree_topk "
-                    f"{dynamic_tree_topk} and max_draft_len {max_draft_len}, found {max_total_draft_tokens}"
+                    f"max_total_draft_tokens must lie in [{max_draft_len}, {largest}] for {name} "
+                    f"{topk} and max_draft_len {max_draft_len}, found {max_total_draft_tokens}"
                 )
         nodes = None if max_total_draft_tokens is None else max_total_draft_tokens + 1
-        return cls.tree(dynamic_tree_topk, max_draft_len, nodes)
+        return cls.tree(topk, max_draft_len, nodes)
+
+
+ENGINE_KEYS = (
+    "decoding_type",
+    "speculative_model",
+    "speculative_model_dir",
+    "eagle3_one_model",
+    "eagle3_layers_to_capture",
+    "eagle3_model_arch",
+    "greedy_sampling",
+    "load_format",
+    "max_concurrency",
+    "allow_advanced_sampling",
+    "num_eagle_layers",
+)
+"""Keys of TensorRT-LLM's speculative configuration that do not change the shape of a draft."""
+
+
+def read_engine_options(path: str | Path) -> DraftPlan:
+    """The plan of a file of TensorRT-LLM's options, JSON or YAML: its ``speculative_config``, or that section alone.
+
+    Raises:
+        DecodingError: no such file, no mapping in it, or see :meth:`DraftPlan.from_engine_options`.
+    """
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DecodingError(f"{path}: expected JSON or YAML of the engine's options: {error}") from error
+    batch = None
+    if isinstance(data, dict) and "speculative_config" in data:
+        data, batch = data["speculative_config"], data.get("max_batch_size")
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise DecodingError(f"{path}: expected a mapping of options such as max_draft_len: 3, found {data!r}")
+    if batch is not None:
+        data = {"max_batch_size": batch, **data}
+    return DraftPlan.from_engine_options(**data)
+
+
+def _check_others(others: dict) -> None:
+    """Refuse keys that nobody knows, and those that ask for what a plan cannot be."""
+    kind = others.get("decoding_type", "Eagle3")
+    if kind not in ("Eagle", "Eagle3"):
+        raise DecodingError(
+            f"decoding_type must be Eagle3 (or Eagle), found {kind!r}: other kinds draft without a head"
+        )
+    if others.get("eagle_choices"):
+        raise DecodingError(
+            "eagle_choices is a static tree: use use_dynamic_tree with dynamic_tree_max_topK, or a chain"
+        )
+    known = (*ENGINE_KEYS, "eagle_choices")
+    for name in others:
+        if name not in known:
+            options = ("max_draft_len", "use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens")
+            near = get_close_matches(name, (*options, "max_batch_size", *known), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise DecodingError(f"unknown option {name}{hint}")
 
 
 def _check_integer(name: str, value, least: int) -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft.plan import DraftPlan
-from modelopt_eagle.kernels import DraftTree, build_tree, unpack_mask
+from modelopt_eagle.kernels import DraftTree, branches_tree, build_tree, chain_tree, unpack_mask
 from modelopt_eagle.kernels.topk import stable_topk
+
+__all__ = ["RoundTree", "SampledDraft", "TreeHistory", "branches_tree", "build_round_tree", "chain_tree"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,24 @@ class RoundTree:
 
     tree: DraftTree
     sees: Tensor
+
+
+@dataclass(frozen=True)
+class SampledDraft:
+    """A draft whose tokens were drawn, and what they were drawn from.
+
+    Attributes:
+        tree: a chain, or ``branching`` chains below the root; the root's children are in the order of their drawing.
+        probabilities: ``[B, n, Vd]`` the distribution of the children of nodes 0 … n-1; the root's are drawn without
+            replacement.
+        target_ids: ``[Vd]`` int64 target id of each draft token.
+        branching: children of the root.
+    """
+
+    tree: RoundTree
+    probabilities: Tensor
+    target_ids: Tensor
+    branching: int
 
 
 def build_round_tree(history: TreeHistory, plan: DraftPlan, roots: Tensor) -> RoundTree:
@@ -73,27 +93,3 @@ def history_of_marginals(logits: Tensor, target_ids: Tensor, plan: DraftPlan) ->
         best, order = stable_topk(grown, topk)  # [B,T] ties by flat id
         flat = topk + topk * topk * (layer - 1) + order
     return TreeHistory(torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(parents, 1))
-
-
-def chain_tree(tokens: Tensor) -> DraftTree:
-    """A chain ``[B, N]`` (the root first) as a :class:`~modelopt_eagle.kernels.DraftTree`."""
-    batch, count = tokens.shape
-    node = torch.arange(count, dtype=torch.int32, device=tokens.device)  # [N]
-    words = torch.arange(-(-count // 32), device=tokens.device) * 32  # [W] first node of each mask word
-    bits = (node[:, None].long() + 1 - words).clamp(0, 32)  # [N,W] nodes of the word that are seen
-    packed = ((1 << bits) - 1).to(torch.uint32).view(torch.int32)  # [N,W]
-    after = torch.where(node + 1 < count, node + 1, -1)  # [N]
-
-    def rows(column: Tensor) -> Tensor:
-        return column.expand(batch, *column.shape)
-
-    return DraftTree(
-        tokens=tokens.to(torch.int32),
-        flat_ids=rows(node[:-1]),
-        parents=rows(node - 1),
-        depths=rows(node),
-        mask=rows(packed),
-        first_child=rows(after),
-        next_sibling=rows(torch.full_like(node, -1)),
-        max_depth=count - 1,
-    )

@@ -3,7 +3,9 @@
 See ``docs/kernels.md``. Importing this package does not import Triton.
 """
 
+from modelopt_eagle.common.trees import history_size
 from modelopt_eagle.kernels.build_tree import DraftTree, build_tree, check_num_nodes, history_depth
+from modelopt_eagle.kernels.fixed_trees import branches_tree, chain_tree, regular_tree, tree_from_links
 from modelopt_eagle.kernels.pack_mask import pack_mask, unpack_mask
 from modelopt_eagle.kernels.reject_target_only import reject_target_only
 from modelopt_eagle.kernels.relocate_kv import relocate_kv
@@ -11,21 +13,28 @@ from modelopt_eagle.kernels.repack_accepted import repack_accepted
 from modelopt_eagle.kernels.repack_mask import repack_mask
 from modelopt_eagle.kernels.sample_and_match import sample_and_match
 from modelopt_eagle.kernels.select_nodes import select_nodes
+from modelopt_eagle.kernels.topk import stable_topk
 from modelopt_eagle.kernels.verify_greedy import Accepted, verify_greedy
 
 __all__ = [
     "Accepted",
     "DraftTree",
+    "branches_tree",
     "build_tree",
+    "chain_tree",
     "check_num_nodes",
     "history_depth",
+    "history_size",
     "pack_mask",
+    "regular_tree",
     "reject_target_only",
     "relocate_kv",
     "repack_accepted",
     "repack_mask",
     "sample_and_match",
     "select_nodes",
+    "stable_topk",
+    "tree_from_links",
     "unpack_mask",
     "verify_greedy",
 ]

@@ -51,6 +51,8 @@ def relocate_kv(
     block_table: Tensor | None = None,
     token_dim: int | None = None,
     window: int | None = None,
+    attention_window: int | None = None,
+    num_nodes: int | None = None,
     debug: bool = False,
     backend: str = "auto",
 ) -> None:
@@ -63,7 +65,12 @@ def relocate_kv(
         lengths: [B] int32 or int64; position of the root's row, that is the tokens cached before it.
         block_table: [B, blocks a row] int32 or int64, physical block of each logical block; None: contiguous.
         token_dim: the axis of positions; None means -2, or 1 with a block table.
-        window: ring size of a layer that keeps position p at place p % window; at least the tree's N.
+        window: ring size R of a layer that keeps position p at place p % R. The tree's N nodes are written before one
+            of them is taken, and the oldest key that the root still sees must survive that: R is at least the layer's
+            attention window + N - 1. A ring of the attention window alone loses keys to rejected nodes, which no move
+            brings back.
+        attention_window, num_nodes: the layer's window (keys that a token sees, itself included) and N; with both
+            given, a ring that is too small is refused.
         debug: check order and bounds of the path on CUDA as well (waits for the device; on the CPU always checked).
         backend: see ``dispatch.py``.
 
@@ -76,6 +83,15 @@ def relocate_kv(
     require_integers("num_accepted", num_accepted, batch)
     require_integers("lengths", lengths, batch)
     require(window is None or window >= 1, lambda: f"window must be at least 1, found {window}")
+    if window is not None and attention_window is not None and num_nodes is not None:
+        need = attention_window + num_nodes - 1
+        require(
+            window >= need,
+            lambda: (
+                f"window (the ring's size) must be at least attention_window + num_nodes - 1 = {need}, found {window}: "
+                "the tree's nodes overwrite keys that are still seen"
+            ),
+        )
     if block_table is not None:
         require_integers("block_table", block_table, batch, None)
     axis = token_dim if token_dim is not None else -2 if block_table is None else 1

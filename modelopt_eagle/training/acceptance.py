@@ -8,6 +8,7 @@ and K draft passes over the whole text. The generator is the proof that it is ri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,9 @@ from modelopt_eagle.draft.predictions import BatchView, Predictions
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.training.step import TrainingStep
 
+Transform = Callable[[Tensor, Tensor | None], Tensor]
+Law = Callable[[Tensor], Tensor]
+"""Flat positions ``[c]`` to the target's probabilities ``[c, Vd]`` of the draft's tokens."""
 CHUNK = 1024
 """Rows whose draft logits exist at once."""
 
@@ -33,10 +37,13 @@ class WalkResult:
     Attributes:
         accepted: one list a walked answer, in document order: accepted draft tokens of each of its steps.
         num_steps: K, drafted tokens a step.
+        drawn: one list a walked answer: expected tokens of a step from each of its anchors if answers and drafts were
+            drawn at temperature 1; empty where the target's distribution was not at hand.
     """
 
     num_steps: int
     accepted: list[list[int]] = field(default_factory=list)
+    drawn: list[list[float]] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -58,17 +65,26 @@ class WalkResult:
         """The acceptance length as people read it; ``none`` when nothing was walked."""
         return length_text(pooled_length(self.accepted))
 
+    @property
+    def drawn_length(self) -> float | None:
+        """Mean of ``drawn`` over all anchors: what to expect of drafts drawn at temperature 1; ``None`` if unknown."""
+        flat = [value for row in self.drawn for value in row]
+        return sum(flat) / len(flat) if flat else None
+
     def numbers(self) -> dict:
-        """``acceptance_length`` (``None`` if nothing was walked), ``per_position`` and ``walked`` (steps), plain."""
-        return {
+        """``acceptance_length`` (``None`` if nothing was walked), ``per_position`` and ``walked`` (steps), plain, and
+        ``drawn_length`` if it is known."""
+        numbers = {
             "acceptance_length": pooled_length(self.accepted),
             "per_position": self.per_position,
             "walked": self.steps,
         }
+        return numbers if self.drawn_length is None else {**numbers, "drawn_length": self.drawn_length}
 
     def extend(self, other: WalkResult) -> None:
         """Pool another result into this one."""
         self.accepted.extend(other.accepted)
+        self.drawn.extend(other.drawn)
 
 
 @torch.no_grad()
@@ -111,7 +127,9 @@ def acceptance_walk(
 
 
 @torch.no_grad()
-def walk(module: DraftModule, view: BatchView, target_top1: Tensor, num_steps: int) -> WalkResult:
+def walk(
+    module: DraftModule, view: BatchView, target_top1: Tensor, num_steps: int, law: Law | None = None
+) -> WalkResult:
     """Walk every supervised span of a batch with a head of any kind.
 
     Args:
@@ -119,6 +137,7 @@ def walk(module: DraftModule, view: BatchView, target_top1: Tensor, num_steps: i
         view: of the batch, whole.
         target_top1: ``[N]`` int64 argmax of the target's full logits, read where the next token is supervised.
         num_steps: K, drafted tokens a step.
+        law: the target's distribution, for what is expected at temperature 1.
 
     Returns:
         the accepted drafts of each step of every answer.
@@ -126,8 +145,11 @@ def walk(module: DraftModule, view: BatchView, target_top1: Tensor, num_steps: i
     predictions, states = algorithm_of(module.config).drafts(module, view, num_steps)
     lengths = accepted_lengths(module, predictions, states, view, target_top1).tolist()  # [N]
     result = WalkResult(num_steps)
+    expected = None if law is None else drawn_lengths(module, predictions, states, view, law).tolist()  # [N]
     for start, end in answer_spans(view.supervised, view.documents):
         anchor, steps = start - 1, []
+        if expected is not None and end - start > 1:
+            result.drawn.append(expected[start - 1 : end - 2])
         while anchor + 2 < end:
             steps.append(lengths[anchor])
             anchor += 1 + lengths[anchor]
@@ -161,6 +183,55 @@ def accepted_lengths(
         running = running & hit
         leading += running
     return leading
+
+
+def drawn_lengths(module: DraftModule, predictions: Predictions, states: Tensor, view: BatchView, law: Law) -> Tensor:
+    """``[N]`` float32: tokens that a step from each anchor would give, drafts drawn from ``q`` and rejected exactly.
+
+    The draft at depth k is taken with probability ``β_k = Σ_v min(p_v, q_v)``, along the text, so a step gives
+    ``1 + β_0 + β_0·β_1 + …`` tokens; both distributions at temperature 1. Drafts behind the answer are not counted.
+
+    Args:
+        law: the target's distribution at flat positions.
+    """
+    matrices = module.output_weights(predictions.depths)
+    last = len(view.supervised) - 1
+    inside = view.supervised[(predictions.teacher + 1).clamp(max=last)] & view.documents.exists(predictions.teacher, 1)
+    shared = torch.zeros(predictions.depths, last + 1, device=states.device)  # [K,N]
+    order = inside.nonzero().squeeze(1)
+    order = order[predictions.teacher[order].argsort(stable=True)]  # those of one position together: p is made once
+    for part in order.split(CHUNK // 4):
+        where, place = predictions.teacher[part].unique_consecutive(return_inverse=True)
+        p = law(where)  # [u,Vd]
+        for depth in range(predictions.depths):
+            chosen = part[predictions.depth[part] == depth]  # [c]
+            rows = place[predictions.depth[part] == depth]
+            logits = states[chosen].to(matrices[depth].dtype) @ matrices[depth].T  # [c,Vd]
+            overlap = torch.minimum(p[rows], logits.float().softmax(-1)).sum(-1)  # [c]
+            shared[depth, predictions.anchor[chosen]] = overlap
+    return 1 + shared.cumprod(0).sum(0)
+
+
+def target_law(hidden: Tensor, lm_head: Tensor, target_ids: Tensor, transform: Transform | None) -> Law:
+    """The target's probabilities of the draft's tokens, of its whole vocabulary's mass.
+
+    Args:
+        hidden: ``[N, Ht]`` states after the final norm.
+        lm_head: ``[V, Ht]``.
+        target_ids: ``[Vd]`` int64.
+        transform: what the target does to its logits after the product.
+
+    Returns:
+        flat positions ``[c]`` to ``[c, Vd]`` float32, rows of at most 1.
+    """
+
+    def law(positions: Tensor) -> Tensor:
+        logits = (hidden[positions].to(lm_head.dtype) @ lm_head.T).float()  # [c,V]
+        if transform is not None:
+            logits = transform(logits, None)
+        return (logits[:, target_ids] - logits.logsumexp(-1, keepdim=True)).exp()
+
+    return law
 
 
 def answer_spans(supervised: Tensor, documents: Documents) -> list[tuple[int, int]]:
@@ -227,9 +298,13 @@ def evaluate(step: TrainingStep, source, accelerator, *, batch_size: int, num_st
                     continue
                 batch = step.place(batch, accelerator.device)
                 with torch.autocast(accelerator.device.type, dtype=torch.bfloat16, enabled=step.bf16):
-                    walked.extend(walk(step.module, step.view(batch), batch.target_top1[0], num_steps))
+                    view, law = step.view(batch), None
+                    if view.final_hidden is not None:
+                        tables, ids = step.tables, step.module.target_ids
+                        law = target_law(view.final_hidden, tables.lm_head, ids, tables.transform)
+                    walked.extend(walk(step.module, view, batch.target_top1[0], num_steps, law))
     finally:
         step.train(was_training)
     if accelerator.num_processes > 1:
-        walked = WalkResult(num_steps, gather_object(walked.accepted))
+        walked = WalkResult(num_steps, gather_object(walked.accepted), gather_object(walked.drawn))
     return walked

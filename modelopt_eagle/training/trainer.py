@@ -353,13 +353,16 @@ class Trainer:
             entry["by_file"] = {name: part.numbers() for name, part in by_file.items()}
         self.state.evaluations.append(entry)
         shares = " ".join(f"{share:.2f}" for share in walk.per_position)
+        drawn = "" if walk.drawn_length is None else f", {walk.drawn_length:.3f} expected at temperature 1"
         self.view.say(
             f"step {step}: acceptance length {walk.text} on {len(walk.accepted)} held-out answers (per position "
-            f"{shares}), {clock(time.monotonic() - begun)}"
+            f"{shares}){drawn}, {clock(time.monotonic() - begun)}"
         )
         for name, part in by_file.items():
             self.view.say(f"  {part.text} on {len(part.accepted)} answers of {name}")
         scalars = {f"eval/acceptance_length/{name.lstrip('/')}": w.acceptance_length for name, w in by_file.items()}
+        if walk.drawn_length is not None:
+            scalars["eval/drawn_length"] = walk.drawn_length
         self.log.write(step, {"eval/acceptance_length": length, **scalars})
         better = self.state.best_value is None or length > self.state.best_value
         if better:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from modelopt_eagle.data import Message, Prompt, render_text
 from modelopt_eagle.data.images import read_pictures
 from modelopt_eagle.data.written import written_message
-from modelopt_eagle.decoding import GenerationOutput, PseudoSpeculativeGenerator
+from modelopt_eagle.decoding import GenerationOutput, PseudoSpeculativeGenerator, SamplingOptions
+from modelopt_eagle.decoding.supported import run_limit
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
 
@@ -22,6 +23,7 @@ class Dialogue:
         prompt: id, category and the user's turns.
         messages: what was said so far.
         accepted: accepted drafted tokens of every verification step, over all turns.
+        contexts: tokens of the text that each of these steps stood behind.
         tokens: new tokens, over all turns.
         too_long: turns left out because they do not fit the target's window.
     """
@@ -29,6 +31,7 @@ class Dialogue:
     prompt: Prompt
     messages: list[Message] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    contexts: list[int] = field(default_factory=list)
     tokens: int = 0
     too_long: int = 0
 
@@ -46,6 +49,8 @@ def answer_dialogues(
     batch_size: int,
     max_turns: int = 2,
     on_batch: Callable[[int], None] | None = None,
+    sampling: SamplingOptions | None = None,
+    seed: int | None = None,
 ) -> list[Dialogue]:
     """Answer every prompt, turn after turn.
 
@@ -56,6 +61,8 @@ def answer_dialogues(
         batch_size: prompts decoded together. Those of like length are put together; results do not depend on it.
         max_turns: turns of a prompt that are asked.
         on_batch: called with the number of dialogues that a batch finished.
+        sampling: how answers are drawn; ``None``: greedily.
+        seed: of what is drawn.
 
     Returns:
         A dialogue a prompt, in the order of the prompts.
@@ -69,7 +76,7 @@ def answer_dialogues(
     for start in range(0, len(by_size), batch_size):
         batch = by_size[start : start + batch_size]
         for turn in range(max_turns):
-            _answer_turn(generator, batch, turn, max_new_tokens)
+            _answer_turn(generator, batch, turn, max_new_tokens, sampling_arguments(sampling, seed))
         if on_batch is not None:
             on_batch(len(batch))
     if not any(dialogue.tokens for dialogue in dialogues):
@@ -80,7 +87,20 @@ def answer_dialogues(
     return dialogues
 
 
-def _answer_turn(generator: PseudoSpeculativeGenerator, batch: list[Dialogue], turn: int, max_new_tokens: int) -> None:
+def sampling_arguments(sampling: SamplingOptions | None, seed: int | None) -> dict[str, Any]:
+    """Arguments of ``generate`` for these options; empty for greedy decoding."""
+    if sampling is None or sampling.greedy:
+        return {}
+    return {**asdict(sampling), "seed": seed}
+
+
+def _answer_turn(
+    generator: PseudoSpeculativeGenerator,
+    batch: list[Dialogue],
+    turn: int,
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+) -> None:
     target = generator.target
     asking, inputs, pictured = [], [], []
     for dialogue in batch:
@@ -100,15 +120,20 @@ def _answer_turn(generator: PseudoSpeculativeGenerator, batch: list[Dialogue], t
         else:
             pictured.append((dialogue, ids, images))
     if asking:
-        _take(target, asking, generator.generate(inputs, max_new_tokens))
+        _take(target, asking, inputs, generator.generate(inputs, max_new_tokens, **sampling))
     for dialogue, ids, images in pictured:  # one by one
-        _take(target, [dialogue], generator.generate([ids], max_new_tokens, images=images))
+        _take(target, [dialogue], [ids], generator.generate([ids], max_new_tokens, images=images, **sampling))
 
 
-def _take(target: Target, dialogues: list[Dialogue], output: GenerationOutput) -> None:
+def _take(target: Target, dialogues: list[Dialogue], inputs: list[list[int]], output: GenerationOutput) -> None:
     """Add what was said to the dialogues."""
-    for dialogue, tokens, accepted in zip(dialogues, output.tokens, output.accepted_lengths, strict=True):
+    rows = zip(dialogues, inputs, output.tokens, output.accepted_lengths, strict=True)
+    for dialogue, ids, tokens, accepted in rows:
         dialogue.accepted += accepted
+        place = len(ids) + 1  # with the token that the prompt's own pass gave
+        for count in accepted:
+            dialogue.contexts.append(place)
+            place += 1 + count
         dialogue.tokens += len(tokens)
         dialogue.messages.append(_said(target, dialogue, tokens))
 
@@ -165,5 +190,5 @@ def first_turn(target: Target, prompt: Prompt) -> list[int]:
 
 
 def window(target: Target) -> int:
-    """Positions the target was made for."""
-    return getattr(target.config, "max_position_embeddings", None) or 1 << 30
+    """Positions a dialogue may take: those the target was made for; with longrope, those below its original length."""
+    return run_limit(target, 0) or 1 << 30

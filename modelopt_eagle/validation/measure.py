@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from modelopt_eagle.common.acceptance import bootstrap_interval, pooled_length, prefix_shares
+from modelopt_eagle.common.acceptance import (
+    bootstrap_interval,
+    by_context,
+    conditional_rates,
+    pooled_length,
+    prefix_shares,
+    request_mean,
+)
 from modelopt_eagle.common.package import package_commit
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.data.prompts import as_prompts
-from modelopt_eagle.decoding import PseudoSpeculativeGenerator
+from modelopt_eagle.decoding import PseudoSpeculativeGenerator, SamplingOptions
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
-from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, window
+from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, sampling_arguments, window
 from modelopt_eagle.validation.report import AcceptanceReport
 from modelopt_eagle.validation.speed import Speed, measure_speed
 
@@ -38,8 +46,10 @@ def measure_acceptance(
     seed: int = 0,
     on_batch: Callable[[int], None] | None = None,
     cuda_graph: str | bool = "auto",
+    sampling: SamplingOptions | None = None,
+    sample_drafts: bool = False,
 ) -> AcceptanceReport:
-    """Answer prompts greedily with draft and verification, and count what was accepted.
+    """Answer prompts with draft and verification, greedily or as production samples, and count what was accepted.
 
     Args:
         target: the frozen target.
@@ -52,9 +62,11 @@ def measure_acceptance(
         mode, topk, depth, num_nodes: see ``PseudoSpeculativeGenerator``.
         max_turns: turns asked of each prompt.
         speedup_prompts: prompts on which the speed-up over plain decoding is timed, one at a time; 0: not timed.
-        seed: of the bootstrap.
+        seed: of the bootstrap, and of what is drawn.
         on_batch: called with the number of prompts that a batch finished.
         cuda_graph: see ``PseudoSpeculativeGenerator``.
+        sampling: temperature and filters of the answers; ``None``: greedy.
+        sample_drafts: draw the drafts, too, see ``PseudoSpeculativeGenerator``.
 
     Returns:
         :class:`AcceptanceReport`.
@@ -67,8 +79,9 @@ def measure_acceptance(
     if not prompts:
         raise DataError("no prompts to validate on")
     generator = PseudoSpeculativeGenerator(
-        target, module, mode, num_steps, topk=topk, depth=depth, num_nodes=num_nodes, cuda_graph=cuda_graph
-    )
+        target, module, mode, num_steps, topk=topk, depth=depth, num_nodes=num_nodes, cuda_graph=cuda_graph,
+        sample_drafts=sample_drafts,
+    )  # fmt: skip
     dialogues = answer_dialogues(
         generator,
         prompts,
@@ -76,6 +89,8 @@ def measure_acceptance(
         batch_size=batch_size,
         max_turns=max_turns,
         on_batch=on_batch,
+        sampling=sampling,
+        seed=seed,
     )
     answered = [dialogue for dialogue in dialogues if dialogue.tokens]
     accepted = [dialogue.accepted for dialogue in answered]
@@ -88,11 +103,17 @@ def measure_acceptance(
             f"no draft was verified: each of {len(answered)} answers ended with its first token; raise max_new_tokens "
             f"(it is {max_new_tokens}), or look at the prompts"
         )
-    speed = time_generators([generator], prompts, speedup_prompts, max_new_tokens)
+    arguments = sampling_arguments(sampling, seed)
+    speed = time_generators([generator], prompts, speedup_prompts, max_new_tokens, sampling=arguments)
     return AcceptanceReport(
         acceptance_length=length,
         ci95=bootstrap_interval(accepted, seed),
         per_position=prefix_shares(accepted, generator.plan.depth),
+        conditional=conditional_rates(accepted, generator.plan.depth),
+        request_mean=request_mean(accepted),
+        by_context=by_context(accepted, [dialogue.contexts for dialogue in answered]),
+        sampling=sampling,
+        sample_drafts=sample_drafts,
         per_category={name: pooled_length(rows) for name, rows in categories.items()},
         per_category_ci95={name: bootstrap_interval(rows, seed) for name, rows in categories.items() if any(rows)},
         speedup=speed[0].speedup if speed else None,
@@ -110,11 +131,19 @@ def measure_acceptance(
 
 
 def time_generators(
-    generators: Sequence[PseudoSpeculativeGenerator], prompts: Sequence[Prompt], count: int, max_new_tokens: int
+    generators: Sequence[PseudoSpeculativeGenerator],
+    prompts: Sequence[Prompt],
+    count: int,
+    max_new_tokens: int,
+    *,
+    concurrent: int = 1,
+    sampling: dict[str, Any] | None = None,
 ) -> list[Speed]:
     """Speed of generators on ``count`` prompts of text spread over the set (those that fit); empty if there is none."""
     target, limit = generators[0].target, min(max_new_tokens, SPEED_TOKENS)
     prompts = [prompt for prompt in prompts if not prompt.parts]
     encoded = [first_turn(target, prompts[i * len(prompts) // count]) for i in range(min(count, len(prompts)))]
     encoded = [ids for ids in encoded if len(ids) + limit <= window(target)]
-    return measure_speed(generators, encoded, limit) if encoded else []
+    if not encoded:
+        return []
+    return measure_speed(generators, encoded, limit, concurrent=concurrent, sampling=sampling)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.common.files import write_whole
-from modelopt_eagle.decoding import DraftPlan
+from modelopt_eagle.decoding import DraftPlan, SamplingOptions
 from modelopt_eagle.validation.speed import Speed
 
 JSON_FIELDS = (
@@ -47,6 +47,12 @@ class AcceptanceReport:
         first_prompt: the first prompt as the target saw it.
         sweep: rows of a sweep, if one was made.
         notes: what the generator said of this plan with this head.
+        conditional: ``[K or D]`` share of the steps that reached position k in which it was accepted; ``None`` where
+            none did.
+        request_mean: mean over prompts of each one's own acceptance length; ``None`` without a step.
+        by_context: steps and acceptance length by tokens before a step.
+        sampling: temperature and filters of the answers; ``None``: greedy.
+        sample_drafts: whether drafts were drawn, too.
     """
 
     acceptance_length: float
@@ -66,6 +72,11 @@ class AcceptanceReport:
     first_prompt: str = ""
     sweep: list[dict] | None = None
     notes: list[str] = field(default_factory=list)
+    conditional: list[float | None] = field(default_factory=list)
+    request_mean: float | None = None
+    by_context: dict[str, tuple[int, float]] = field(default_factory=dict)
+    sampling: SamplingOptions | None = None
+    sample_drafts: bool = False
 
     def to_dict(self) -> dict:
         """The fields of ``acceptance.json``; ``costs`` if speed was measured, ``sweep`` and ``best`` after a sweep."""
@@ -73,6 +84,12 @@ class AcceptanceReport:
         data["ci95"] = list(self.ci95)
         data["per_category_ci95"] = {name: list(bounds) for name, bounds in self.per_category_ci95.items()}
         data["draft"] = plan_fields(self.plan)
+        data["conditional"], data["request_mean"] = self.conditional, self.request_mean
+        data["by_context"] = {
+            name: {"steps": steps, "acceptance_length": length} for name, (steps, length) in self.by_context.items()
+        }
+        if self.sampling is not None and not self.sampling.greedy:
+            data["sampling"] = {**asdict(self.sampling), "sample_drafts": self.sample_drafts}
         if self.speed is not None:
             data["costs"] = cost_fields(self.speed)
         if self.sweep is not None:
@@ -103,6 +120,18 @@ class AcceptanceReport:
         place = "depth of the tree" if self.plan.is_tree else "position"
         lines.append(f"accepted up to each {place}: {shares}   (share of steps; {self.drafted})")
         lines += [f"note: {note}" for note in self.notes]
+        if any(rate is not None for rate in self.conditional):
+            rates = " ".join("none" if rate is None else f"{rate:.3f}" for rate in self.conditional)
+            lines.append(f"accepted at each {place} once reached: {rates}")
+        if self.request_mean is not None:
+            lines.append(f"mean over prompts: {self.request_mean:.3f}")
+        if self.by_context:
+            cells = ", ".join(f"{name}: {length:.3f} ({steps})" for name, (steps, length) in self.by_context.items())
+            lines.append(f"by tokens before a step: {cells}   (steps)")
+        if self.sampling is not None and not self.sampling.greedy:
+            drawn = ", drafts drawn" if self.sample_drafts else ""
+            named = ", ".join(f"{name} {value:g}" for name, value in asdict(self.sampling).items())
+            lines.append(f"answers drawn: {named}{drawn}")
         if self.too_long:
             lines.append(f"left out: {self.too_long} turns that do not fit the target's window")
         if self.speed is not None:
@@ -152,9 +181,15 @@ def speed_line(speed: Speed) -> str:
 
 def disturbance(speed: Speed) -> str:
     """A warning if the machine was busy with other work while the times were taken."""
+    unreliable = ""
+    if speed.implausible:
+        unreliable = (
+            "; unreliable: a step cannot cost less than a plain one, nor the speed-up exceed the acceptance length, so "
+            "something else slowed this machine down: measure the speed again on a quiet machine"
+        )
     if not speed.disturbed or speed.processor_share is None:
-        return ""
-    return (
+        return unreliable
+    return unreliable + (
         f"; other work held this one up ({100 * speed.processor_share:.0f} % of the time on a processor): measure the "
         "speed again on a quiet machine"
     )

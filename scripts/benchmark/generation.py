@@ -6,6 +6,11 @@ Prints a row a draft shape: acceptance length, speed-up over plain decoding (wal
 at a time), its share of the acceptance length, a step's cost in plain steps, split into draft, verification and the
 rest, and where the missing share goes. Without ``--model_path`` a random head of the usual size is used: the costs are
 real, the acceptance is not.
+
+    python scripts/benchmark/generation.py --contexts 128 1024 4096 8000
+
+Prints what passes of 1, 4 and 9 nodes cost behind so many tokens instead, and the share of the acceptance length that
+verification alone would leave as speed-up.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 
@@ -33,6 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         help="oneDNN's linear layers on the CPU, for plain decoding and drafts alike (default auto; off: nn.Linear's)",
     )
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        help="time passes of the target behind so many tokens, in place of generation",
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="passes of each size, of which the best counts (9)")
     parser.add_argument("--output", type=Path, help="write the rows as JSON here")
     return parser
 
@@ -52,6 +66,9 @@ def main() -> None:
     from modelopt_eagle.validation.report import format_table, same_text
 
     target = load_target(arguments.target)
+    if arguments.contexts:
+        by_context(target, arguments)
+        return
     head = random_head(target) if arguments.model_path is None else load_draft(arguments.model_path, dtype=target.dtype)
     head = head.to(target.device).eval()
     fast = {"on": True, "off": False}.get(arguments.fast_linear, arguments.fast_linear)
@@ -95,6 +112,61 @@ def main() -> None:
     print("lost to: where the rest of the acceptance length goes, in per cent of it")
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+NODES = (1, 4, 9)
+
+
+def by_context(target, arguments) -> None:
+    """Seconds of a pass over 1, 4 and 9 nodes behind contexts of several lengths."""
+    import torch
+
+    from modelopt_eagle.common.package import package_commit
+    from modelopt_eagle.decoding.cpu_linear import FastLinears
+    from modelopt_eagle.validation.report import format_table
+
+    fast = FastLinears.shared(target.model, {"on": True, "off": False}.get(arguments.fast_linear, "auto"))
+    rows = [("context", *(f"{nodes} nodes" for nodes in NODES), *(f"{nodes} over 1" for nodes in NODES[1:]))]
+    data, used, begun = [], time.process_time(), time.perf_counter()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        if fast is not None:
+            stack.enter_context(fast.use())
+        for context in arguments.contexts:
+            times = time_passes(target, context, arguments.repeats)
+            data.append({"context": context, "seconds": times})
+            shares = (f"{times[nodes] / times[1]:.2f}" for nodes in NODES[1:])
+            rows.append((str(context), *(f"{1e3 * times[nodes]:.1f} ms" for nodes in NODES), *shares))
+    share = (time.process_time() - used) / (time.perf_counter() - begun)
+    print(
+        f"{target.name}; {package_commit()}; {torch.get_num_threads()} threads, {platform.machine()}, torch "
+        f"{torch.__version__}; {100 * share:.0f} % of the time on a processor"
+    )
+    print(format_table(rows))
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def time_passes(target, context: int, repeats: int) -> dict[int, float]:
+    """Best seconds of a pass by number of nodes; all sizes take turns. The cache holds random keys, unread."""
+    import torch
+
+    from modelopt_eagle.decoding.masks import causal
+    from modelopt_eagle.decoding.target_runner import TargetRunner
+
+    best = dict.fromkeys(NODES, float("inf"))
+    with TargetRunner(target, target.default_aux_layer_ids(), context + 2 * max(NODES), max(NODES)) as runner:
+        runner.prefill(torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1])
+        for pool in runner.cache.tensors():
+            pool.normal_()
+        for _ in range(repeats):
+            for nodes in NODES:
+                tokens = torch.randint(target.vocab_size, (1, nodes), device=target.device)
+                sees, depths = causal(nodes, target.device)
+                started = time.perf_counter()
+                runner.verify(tokens, [context], sees, depths)[0].sum().item()
+                best[nodes] = min(best[nodes], time.perf_counter() - started)
+    return best
 
 
 def lost(speed) -> str:

@@ -3,10 +3,11 @@
     python scripts/benchmark/gpu_check.py [--cases 40] [--json report.json]
     python scripts/benchmark/gpu_check.py --dry_run        # without a GPU: the same steps with the references
 
-Steps, each of which reports and lets the next one run: random cases of every operation (``kernels/parity.py``), large
-batches that would show a race, a CUDA graph that is replayed on new inputs, the draft loop with and without its graph
-(same text, same acceptance, milliseconds a round of both), and the table of ``kernels.py`` with its targets: build plus
-verify under 20 us for batch 8 and 64 nodes, relocation at 70 % of the copy bandwidth.
+Steps, the most valuable first, each in a process of its own, so that one that dies takes no other along: the draft
+loop with and without its graph, every draft of every round, by a head that has learnt its text; a CUDA graph that is
+replayed on new inputs; large batches that would show a race; torch.compile; random cases of every operation
+(``kernels/parity.py``); and the table of ``kernels.py`` with its targets: build plus verify under 20 us for batch 8 and
+64 nodes, relocation at 70 % of the copy bandwidth. The JSON is written after each.
 
 Exit codes: 0 all right, 1 a kernel fails or differs, 3 no CUDA device here (also of a dry run in which every step ran),
 4 correct but a speed target is missed.
@@ -17,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -31,13 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import kernels as benchmark  # scripts/benchmark/kernels.py
 
 from modelopt_eagle import kernels
-from modelopt_eagle.decoding import PseudoSpeculativeGenerator
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
-from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
+from modelopt_eagle.draft.eagle3.graphs import FIELDS, DraftGraphs
 from modelopt_eagle.kernels import parity
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.training import distillation_loss, rollout
 
 OK, WRONG, NO_CUDA, SLOW = 0, 1, 3, 4
 VERDICTS = {
@@ -145,42 +149,119 @@ def compiled_step(device: str) -> None:
 
 
 SHAPES = {"chain 5": dict(num_steps=5), "tree 8,5,33": dict(mode="tree", topk=8, depth=5, num_nodes=33)}
+PROMPTS = [[5, 9, 33, 70], [100, 3, 50, 60, 70, 80, 90], [7], [44, 45, 46, 47, 48, 49], [200, 13]]
+LIMITS = [48, 7, 30, 12, 21]  # rows leave the batch one by one
 
 
 def draft_loop(device: str) -> dict[str, float]:
-    """Text and accepted drafts of the draft loop with a CUDA graph and without, and milliseconds of drafting a round.
+    """What the draft loop drafts with a CUDA graph and without, round by round, and milliseconds of drafting a round.
 
-    The target has the layers of a small model; the head is untrained, so its drafts are seldom accepted, but they are
-    the same or not. In a dry run both sides run call by call, one of them over fixed shapes.
+    The head has learnt the target's answers, so that a replay with old lengths, an old output or old keys drafts other
+    tokens: with an untrained head whose drafts are never accepted nobody would see it. Both sides run over the same
+    shapes, so all drafted tokens and all fields of all trees are equal to the bit. In float32 and, on a GPU, bfloat16.
     """
-    target = make_tiny_target(layers=8, hidden=1024 if device == "cuda" else 64, vocab=256, heads=8, kv_heads=4)
-    target = Target(target.model.to(device), target.tokenizer, name=target.name)
+    spent: dict[str, float] = {}
+    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
+        target, head = taught_pair(device, dtype)
+        for name, shape in SHAPES.items():
+            graph, plain = (
+                PseudoSpeculativeGenerator(target, head, **shape, cuda_graph=switch)
+                for switch in (device == "cuda", False)
+            )
+            if device != "cuda":
+                graph._recorder = Repeat()
+            plain._recorder = Call()
+            compare_rounds(f"{name}, {str(dtype).removeprefix('torch.')}", graph, plain)
+            if dtype == torch.float32:
+                spent.update(time_loops(name, target, head, graph))
+    return spent
+
+
+def taught_pair(device: str, dtype: torch.dtype) -> tuple[Target, EagleModule]:
+    """A target with the layers of a small model, and a head that has learnt its answers to ``PROMPTS``."""
+    made = make_tiny_target(layers=8, hidden=1024 if device == "cuda" else 64, vocab=256, heads=8, kv_heads=4)
+    target = Target(made.model.to(device), made.tokenizer, name=made.name)
+    answers = PlainGenerator(target).generate(PROMPTS, 48, eos_token_id=[]).tokens
     torch.manual_seed(0)
-    head = EagleModule(DraftConfig.from_target(target.config)).to(device).eval()
-    prompts = [[5, 9, 33, 70], [100, 3, 50, 60, 70, 80, 90], [7], [44, 45, 46, 47, 48, 49], [200, 13]]
-    limits = [48, 7, 30, 12, 21]  # rows leave the batch one by one
+    head = EagleModule(DraftConfig.from_target(target.config)).to(device)
+    rows = [torch.tensor([p + a], device=device) for p, a in zip(PROMPTS, answers, strict=True)]  # [1,S] each
+    features = [target.features(ids, None, head.config.aux_layer_ids) for ids in rows]
+    ids = torch.cat(rows, 1)
+    documents = torch.cat([torch.full_like(row, place) for place, row in enumerate(rows)], 1)
+    supervised = torch.cat([torch.arange(row.shape[1], device=device)[None] >= row.shape[1] - 48 for row in rows], 1)
+    aux, final = (torch.cat([getattr(f, name) for f in features], 1) for name in ("aux_hidden", "final_hidden"))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=4e-3 if device == "cpu" else 1e-3)
+    for _ in range(60):
+        output = rollout(head, target.embedding(ids), aux, 3, documents, supervised=supervised)
+        loss = distillation_loss(output, head, supervised, target_hidden=final, target_lm_head=target.lm_head_weight)
+        optimizer.zero_grad()
+        loss.loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+    head = head.eval().requires_grad_(False).to(dtype)
+    return Target(target.model.to(dtype), target.tokenizer, name=made.name), head
+
+
+def compare_rounds(name: str, one: PseudoSpeculativeGenerator, other: PseudoSpeculativeGenerator) -> None:
+    """Every draft of two generators, in batches that rows leave, twice; AssertionError names what differs and where."""
+    for turn in range(2):  # the second time nothing is recorded
+        rounds, outputs = [], []
+        for generator in (one, other):
+            drafts: list[dict[str, torch.Tensor]] = []
+            generator._drafter = Listening(generator, drafts)
+            outputs.append(generator.generate(PROMPTS, LIMITS, eos_token_id=[]))
+            rounds.append(drafts)
+        if outputs[1].acceptance_length < 1.5:
+            raise AssertionError(f"{name}: the head has learnt too little for the check to mean anything")
+        for place, (first, second) in enumerate(zip(*rounds, strict=False)):
+            for field, value in second.items():
+                if first[field].shape != value.shape or not torch.equal(first[field], value):
+                    raise AssertionError(f"{name}: {field} of round {place} differs (call {turn})")
+        if outputs[0].tokens != outputs[1].tokens or outputs[0].accepted_lengths != outputs[1].accepted_lengths:
+            raise AssertionError(f"{name}: the texts or what was accepted of them differ")
+
+
+class Listening:
+    """A generator's own drafter, each draft of whose loops is written down."""
+
+    def __init__(self, generator: PseudoSpeculativeGenerator, drafts: list[dict[str, torch.Tensor]]):
+        self.inner = getattr(generator, "_heard", None)
+        if self.inner is None:  # kept between calls, as the generator would
+            self.inner = generator._heard = DraftGraphs(
+                generator.draft, generator.target.embedding, generator.plan, generator._recorder
+            )
+        self.drafts = drafts
+
+    def loop(self, batch: int, capacity: int):
+        """The inner drafter's loop, listened to."""
+        loop, own = self.inner.loop(batch, capacity), None
+        own = loop.draft
+
+        def draft(lengths, roots):
+            found = own(lengths, roots)
+            if isinstance(found, torch.Tensor):
+                self.drafts.append({"tokens": found.clone()})
+            else:
+                fields = {name: getattr(found.tree, name).clone() for name in FIELDS}
+                self.drafts.append({**fields, "sees": found.sees.clone()})
+            return found
+
+        loop.draft = draft
+        return loop
+
+
+def time_loops(name: str, target: Target, head: EagleModule, graph: PseudoSpeculativeGenerator) -> dict[str, float]:
+    """Milliseconds of drafting a round, with the graph and call by call."""
     spent = {}
-    for name, shape in SHAPES.items():
-        graph, eager = (
-            PseudoSpeculativeGenerator(target, head, **shape, cuda_graph=switch) for switch in (device == "cuda", False)
-        )
-        if device != "cuda":
-            graph._recorder = Repeat()
-        for _ in range(2):  # the second time nothing is recorded
-            one, other = (generator.generate(prompts, limits, eos_token_id=[]) for generator in (graph, eager))
-            if one.tokens != other.tokens:
-                raise AssertionError(f"{name}: the text drafted by the graph differs")
-            if one.accepted_lengths != other.accepted_lengths:
-                raise AssertionError(f"{name}: the graph's drafts are accepted elsewhere")
-        for batch in (1, 8):
-            loops = {
-                "graph": DraftGraphs(head, target.embedding, graph.plan, graph._recorder).loop(batch, 512),
-                "eager": DraftLoop(head, target.embedding, graph.plan, batch, 512),
-            }
-            for label, loop in loops.items():
-                spent[f"{name}, batch {batch}, {label}"] = round_milliseconds(loop, graph.plan, head, batch)
-            fast, slow = (spent[f"{name}, batch {batch}, {label}"] for label in loops)
-            print(f"  {name}, batch {batch}: {fast:.3f} ms a round with the graph, {slow:.3f} without")
+    for batch in (1, 8):
+        loops = {
+            "graph": DraftGraphs(head, target.embedding, graph.plan, graph._recorder).loop(batch, 512),
+            "eager": DraftLoop(head, target.embedding, graph.plan, batch, 512),
+        }
+        for label, loop in loops.items():
+            spent[f"{name}, batch {batch}, {label}"] = round_milliseconds(loop, graph.plan, head, batch)
+        fast, slow = (spent[f"{name}, batch {batch}, {label}"] for label in loops)
+        print(f"  {name}, batch {batch}: {fast:.3f} ms a round with the graph, {slow:.3f} without")
     return spent
 
 
@@ -208,6 +289,14 @@ def round_milliseconds(loop, plan, head, batch: int) -> float:
         draft()
         seconds.append(time.perf_counter() - begun)
     return 1e3 * statistics.median(seconds)
+
+
+class Call:
+    """A recorder that runs the region every time, call by call: what a graph is compared with."""
+
+    def record(self, region, inputs):
+        """Return a function that runs the region."""
+        return lambda: region(*inputs)
 
 
 class Repeat:
@@ -246,12 +335,61 @@ def speed(report: dict, device: str) -> bool:
     return all(verdicts.values())
 
 
+STEPS: dict[str, Callable[[str], object]] = {
+    "draft_loop": draft_loop,
+    "graph_replay": graph_replay,
+    "large_trees": large_trees,
+    "large_moves": large_moves,
+    "compiled_step": compiled_step,
+}
+"""The most valuable first: if time runs out, the least is lost."""
+LIMIT = 150
+"""Seconds of one step's process."""
+
+
+def run_step(name: str, device: str, cases: int) -> dict:
+    """One step here: its part of the report; ``wrong`` if it failed."""
+    torch.manual_seed(0)
+    found: dict = {}
+    try:
+        if name == "random_cases":
+            found["random_cases"] = random_cases(cases, device)
+            found["wrong"] = any(found["random_cases"].values())
+        elif name == "speed":
+            found["fast"] = speed(found, device)
+        else:
+            measured = STEPS[name](device)
+            found[name] = "equal"
+            if measured is not None:
+                found[f"{name} ms"] = measured
+    except Exception as error:  # the next step is to run all the same
+        traceback.print_exc()
+        found = {name: f"{type(error).__name__}: {error}", "wrong": True}
+    return found
+
+
+def run_apart(name: str, cases: int) -> dict:
+    """One step in a process of its own, so that an illegal address or a hang takes no other step along."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "step.json"
+        command = [sys.executable, __file__, "--step", name, "--cases", str(cases), "--json", str(answer)]
+        try:
+            code = subprocess.run(command, check=False, timeout=LIMIT).returncode
+        except subprocess.TimeoutExpired:
+            return {name: f"took more than {LIMIT} seconds", "wrong": True}
+        if not answer.is_file():
+            return {name: f"its process died with exit code {code}", "wrong": True}
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = (*STEPS, "random_cases", "speed")
     parser.add_argument("--cases", type=int, default=40, help="random cases of every operation")
-    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file, after each step")
     parser.add_argument("--dry_run", action="store_true", help="run every step on the CPU, references for kernels")
+    parser.add_argument("--step", choices=names, help="run this step alone, in this process")
     options = parser.parse_args(arguments)
     device = "cpu" if options.dry_run else "cuda"
     if not options.dry_run and not torch.cuda.is_available():
@@ -260,33 +398,20 @@ def main(arguments: list[str] | None = None) -> int:
         )
         print("run only interpreted: TRITON_INTERPRET=1 python -m modelopt_eagle.kernels.parity --device cpu")
         return NO_CUDA
-    torch.manual_seed(0)
     report: dict = {"machine": benchmark.machine(device)}
-    print("random cases")
-    report["random_cases"] = random_cases(options.cases, device)
-    wrong = any(report["random_cases"].values())
-    steps: list[Callable[[str], object]] = [large_trees, large_moves, graph_replay, compiled_step, draft_loop]
-    for step in steps:
-        try:
-            found = step(device)
-            report[step.__name__] = "equal"
-            if found is not None:
-                report[f"{step.__name__} ms"] = found
-        except Exception as error:
-            wrong = True
-            report[step.__name__] = f"{type(error).__name__}: {error}"
-            traceback.print_exc()
-        print(f"{step.__name__}: {report[step.__name__]}", flush=True)
-    fast = False
-    print("speed")
-    try:
-        fast = speed(report, device)
-    except Exception:
-        wrong = True
-        report["speed"] = traceback.format_exc()
-        traceback.print_exc()
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+    wrong, fast = False, True
+    for name in (options.step,) if options.step else names:
+        print(name, flush=True)
+        apart = device == "cuda" and not options.step
+        found = run_apart(name, options.cases) if apart else run_step(name, device, options.cases)
+        wrong, fast = wrong or found.get("wrong", False), fast and found.get("fast", True)
+        report.update({key: value for key, value in found.items() if key not in ("wrong", "fast")})
+        if options.step:
+            report |= {"wrong": wrong, "fast": fast}
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1))
+        if name in report and isinstance(report[name], str):
+            print(f"{name}: {report[name]}", flush=True)
     if options.dry_run:
         code = WRONG if wrong else NO_CUDA
     else:

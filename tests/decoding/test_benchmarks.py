@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "benchmark"
 
@@ -30,17 +33,62 @@ def test_dry_run_of_the_gpu_check(tmp_path, monkeypatch, capsys):
     assert "no kernel and no graph was checked" in capsys.readouterr().out
 
 
-def test_a_draft_loop_that_differs_fails_the_check(monkeypatch):
+@pytest.fixture(scope="module")
+def taught():
+    """A head that knows the answers, as the GPU check teaches it."""
+    with pytest.MonkeyPatch.context() as patch:
+        return load("gpu_check", patch).taught_pair("cpu", torch.float32)
+
+
+STALE = {"output": 0, "lengths": 1, "roots": 2, "keys": 3}
+"""What a replay may have kept from its recording, and its place among the region's inputs."""
+
+
+@pytest.mark.parametrize("what", [*STALE, "zeros"])
+def test_a_stale_replay_fails_the_check(monkeypatch, taught, what):
+    """The control of each kind; with an untrained head frozen lengths passed as equal."""
     script = load("gpu_check", monkeypatch)
+    monkeypatch.setattr(script, "taught_pair", lambda device, dtype: taught)
     record = script.Repeat.record
 
-    def wrong(self, region, inputs):
-        run = record(self, region, inputs)
-        return lambda: tuple(tensor * 0 for tensor in run())
+    def stale(self, region, inputs):
+        if what == "zeros":
+            run = record(self, region, inputs)
+            return lambda: tuple(tensor * 0 for tensor in run())
+        kept = list(inputs)
+        kept[STALE[what]] = inputs[STALE[what]].clone()
+        return record(self, region, kept)
 
-    monkeypatch.setattr(script.Repeat, "record", wrong)
-    with pytest.raises(AssertionError, match="chain 5: the graph's drafts are accepted elsewhere"):
+    monkeypatch.setattr(script.Repeat, "record", stale)
+    shape = "tree 8,5,33" if what == "roots" else "chain 5"
+    monkeypatch.setattr(script, "SHAPES", {shape: script.SHAPES[shape]})
+    with pytest.raises(AssertionError, match=f"{shape}, float32: tokens of round .* differs"):
         script.draft_loop("cpu")
+
+
+def test_a_step_that_dies_is_named_and_the_others_run(tmp_path, monkeypatch):
+    script = load("gpu_check", monkeypatch)
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(script.benchmark, "machine", lambda device: "a machine")
+    steps = []
+
+    def run(command, check, timeout):
+        name, answer = command[command.index("--step") + 1], Path(command[-1])
+        steps.append(name)
+        if name == "graph_replay":
+            return SimpleNamespace(returncode=-6)
+        if name == "large_moves":
+            raise subprocess.TimeoutExpired(command, timeout)
+        answer.write_text(json.dumps({name: "equal", "wrong": False, "fast": True}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    report = tmp_path / "report.json"
+    assert script.main(["--json", str(report)]) == script.WRONG
+    found = json.loads(report.read_text())
+    assert steps[0] == "draft_loop" and len(steps) == 7
+    assert found["graph_replay"] == "its process died with exit code -6"
+    assert "more than 150 seconds" in found["large_moves"] and found["compiled_step"] == "equal"
 
 
 def test_linear_layers(monkeypatch, capsys):
@@ -49,3 +97,16 @@ def test_linear_layers(monkeypatch, capsys):
     script.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all("oneDNN packed" in line for line in lines[1:])
+
+
+def test_passes_by_context(tmp_path, monkeypatch, capsys, tiny_target_dir):
+    generation = load("generation", monkeypatch)
+    out = tmp_path / "passes.json"
+    monkeypatch.setattr(
+        "sys.argv",
+        ["x", "--target", str(tiny_target_dir), "--contexts", "20", "60", "--repeats", "2", "--output", str(out)],
+    )
+    generation.main()
+    rows = json.loads(out.read_text())
+    assert [row["context"] for row in rows] == [20, 60] and set(rows[0]["seconds"]) == {"1", "4", "9"}
+    assert "4 over 1" in capsys.readouterr().out

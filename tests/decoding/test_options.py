@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from modelopt_eagle.decoding import DraftPlan, PlainGenerator, PseudoSpeculativeGenerator, SamplingOptions
+from modelopt_eagle.draft.plan import read_engine_options
 from modelopt_eagle.errors import DecodingError, TargetError
 
 
@@ -53,6 +54,44 @@ def test_engine_options():
     ):
         with pytest.raises(DecodingError, match=words):
             DraftPlan.from_engine_options(max_draft_len=3, **options)
+
+
+REAL = dict(decoding_type="Eagle3", speculative_model="head", eagle3_one_model=True, max_draft_len=3)
+
+
+def test_engine_options_by_their_own_names(tmp_path):
+    """TensorRT-LLM's keys and bounds: at most T·D drafted tokens, and a batch size for trees."""
+    tree = dict(REAL, use_dynamic_tree=True, dynamic_tree_max_topK=4, max_batch_size=8)
+    assert DraftPlan.from_engine_options(**tree) == DraftPlan(3, 4, 13)
+    assert DraftPlan.from_engine_options(**tree, max_total_draft_tokens=7).num_nodes == 8
+    assert DraftPlan.from_engine_options(**REAL, max_total_draft_tokens=3) == DraftPlan.chain(3)
+    for options, words in (
+        (dict(tree, max_batch_size=None), "needs max_batch_size"),
+        (dict(tree, max_total_draft_tokens=13), r"\[3, 12\] for dynamic_tree_max_topK 4"),
+        (dict(tree, dynamic_tree_max_topK=0), "dynamic_tree_max_topK > 0"),
+        (dict(tree, dynamic_tree_topk=4), "both say T"),
+        (dict(tree, use_dynamic_tree=False), "use_dynamic_tree is off"),
+        (dict(REAL, use_dynamic_tree="yes"), "true or false"),
+        (dict(REAL, eagle_choices=[[0], [1]]), "static tree"),
+        (dict(REAL, decoding_type="NGram"), "decoding_type must be Eagle3"),
+        (dict(REAL, max_draft_length=3), "unknown option max_draft_length; did you mean max_draft_len"),
+        (dict(decoding_type="Eagle3"), "max_draft_len is missing"),
+    ):
+        with pytest.raises(DecodingError, match=words):
+            DraftPlan.from_engine_options(**options)
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "max_batch_size: 8\nspeculative_config:\n  decoding_type: Eagle3\n  max_draft_len: 3\n"
+        "  use_dynamic_tree: true\n  dynamic_tree_max_topK: 2\n"
+    )
+    assert read_engine_options(file) == DraftPlan(3, 2, 7)
+    file.write_text('{"max_draft_len": 5}')
+    assert read_engine_options(file) == DraftPlan.chain(5)
+    file.write_text("- 3")
+    with pytest.raises(DecodingError, match="expected a mapping"):
+        read_engine_options(file)
+    with pytest.raises(DecodingError, match="expected JSON or YAML"):
+        read_engine_options(tmp_path / "none.json")
 
 
 def test_sampling_options():

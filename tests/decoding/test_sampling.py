@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from modelopt_eagle.decoding import PseudoSpeculativeGenerator, SamplingOptions, accept
+from modelopt_eagle.decoding import PseudoSpeculativeGenerator, SamplingOptions, walk
 from modelopt_eagle.decoding.requests import Request
 from modelopt_eagle.decoding.sampling import shape_probabilities
 from modelopt_eagle.target.model import Target
@@ -122,9 +122,7 @@ def test_control_a_reused_coin_fails(small, logits, mode, monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_control_accepting_the_likely_fails(small, logits, mode, monkeypatch):
     """A greedy walk in place of a draw."""
-    monkeypatch.setattr(
-        accept, "sample_and_match", lambda tree, probs, uniforms: accept.verify_greedy(tree, probs.argmax(-1))
-    )
+    monkeypatch.setattr(walk, "draw_reference", lambda law, uniforms: law.argmax(-1))
     counts, _ = draw(small, mode, OPTIONS["plain"])
     assert deviation(counts, joint(logits, SamplingOptions(**OPTIONS["plain"]))) > 6
 
@@ -132,10 +130,7 @@ def test_control_accepting_the_likely_fails(small, logits, mode, monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_control_drawing_after_the_wrong_node_fails(small, logits, mode, monkeypatch):
     """Every node's token drawn from the distribution after the root."""
-    right = accept.shape_probabilities
-    monkeypatch.setattr(
-        accept, "shape_probabilities", lambda rows, options: right(rows[:, :1], options).expand_as(rows)
-    )
+    monkeypatch.setattr(walk, "visited", lambda logits, rows, node: logits[rows, 0])
     counts, _ = draw(small, mode, OPTIONS["plain"])
     assert deviation(counts, joint(logits, SamplingOptions(**OPTIONS["plain"]))) > 6
 

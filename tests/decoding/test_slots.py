@@ -1,9 +1,12 @@
 """Slots never show anything of an older tree; released ones hold a legal chain; nothing leaks."""
 
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
+from tracing import Tape
 
 from modelopt_eagle.decoding.slots import FIELDS, TreeSlots, regular_tree
 from modelopt_eagle.draft.trees import chain_tree
@@ -137,3 +140,50 @@ def test_walks_over_slots_keep_their_shapes():
         assert tree.max_depth == DEPTH and valid.tolist() == [slot in trees for slot in held] + [False]
         shapes.add(verify_greedy(tree, torch.zeros(3, LARGEST, dtype=torch.int64), valid).nodes.shape)
     assert shapes == {(3, DEPTH + 1)}
+
+
+def test_slots_named_by_a_device_tensor():
+    """The same trees as by a list; ids that nobody holds read as the dummy and write nowhere; nothing is read back."""
+    by_list, by_tensor = TreeSlots(4, LARGEST, TOPK, depth=DEPTH), TreeSlots(4, LARGEST, TOPK, depth=DEPTH)
+    held = [by_list.acquire() for _ in range(3)]
+    assert held == [by_tensor.acquire() for _ in range(3)]
+    trees = random_tree(12, 5, batch=2)
+    by_list.store([held[2], held[0]], trees)
+    by_tensor.store(torch.tensor([held[2], held[0]]), trees)
+    before = {name: getattr(by_tensor, name).clone() for name in FIELDS}
+    by_tensor.store(torch.tensor([-1, 3]), random_tree(LARGEST, 6, batch=2))  # neither is held
+    for name in FIELDS:
+        assert torch.equal(getattr(by_tensor, name), before[name]) and torch.equal(before[name], getattr(by_list, name))
+    asked = [held[0], -1, held[1], 3, 99, held[2]]
+    expected, valid = by_list.gather(asked)
+    assert valid.tolist() == [True, False, False, False, False, True]
+    out = by_tensor.batch(6)
+    places = [getattr(out, name).data_ptr() for name in FIELDS]
+    for dtype, given in ((torch.int64, None), (torch.int32, out)):
+        found, also = by_tensor.gather(torch.tensor(asked, dtype=dtype), out=given)
+        assert torch.equal(also, valid)
+        for name in FIELDS:
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert places == [getattr(out, name).data_ptr() for name in FIELDS]
+    by_tensor.release(held[2])
+    assert not by_tensor.gather(torch.tensor([held[2]]))[1].any()
+    with pytest.raises(DecodingError, match=r"slots must be integers of shape \[B\] on cpu"):
+        by_tensor.gather(torch.tensor([0.0]))
+
+
+def test_a_tensor_of_slots_is_never_read_back():
+    slots = TreeSlots(2, 12, TOPK, depth=DEPTH)
+    slot = torch.tensor([slots.acquire(), -1])
+    tree, out = random_tree(12, 1, batch=2), slots.batch(2)
+    with Tape([slot]):  # raises where a value is read back
+        slots.store(slot, tree)
+        slots.gather(slot, out=out)
+
+
+def test_slots_and_buffer_need_no_transformers():
+    code = (
+        "import sys; sys.modules['transformers'] = None; "
+        "from modelopt_eagle.decoding import CaptureBuffer, TreeSlots; "
+        "TreeSlots(2, 8, 2).gather([0]); CaptureBuffer(8, 4, 3, 2, 5)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

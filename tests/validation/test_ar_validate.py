@@ -105,6 +105,22 @@ def test_tree_and_sweep(folders, capsys, monkeypatch):
     assert "best on this machine" in printed and "tree, topk 2, depth 3, num_nodes 7" in printed
 
 
+def test_an_engines_options_and_drawn_answers(folders, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    engine = tmp_path / "options.json"
+    engine.write_text(
+        '{"decoding_type": "Eagle3", "max_draft_len": 2, "use_dynamic_tree": true, "dynamic_tree_max_topK": 2, '
+        '"max_batch_size": 4}'
+    )
+    drawn = ["--temperature", "0.8", "--top_k", "20", "--sample_drafts", "--seed", "5"]
+    quick = ["--speedup_prompts", "0", "--num_samples", "2", "--max_new_tokens", "12"]
+    assert run_command("ar_validate", command(folders, *quick, "--engine_options", str(engine), *drawn)) == 0
+    data = json.loads((tmp_path / "acceptance.json").read_text())
+    assert data["draft"] == {"mode": "tree", "topk": 2, "depth": 2, "num_nodes": 5}
+    assert data["sampling"]["temperature"] == 0.8 and data["sampling"]["sample_drafts"] is True
+    assert "answers drawn: temperature 0.8, top_k 20" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -117,6 +133,12 @@ def test_tree_and_sweep(folders, capsys, monkeypatch):
         (["--batch_size", "0"], "--batch_size"),
         (["--base_model", "no/such/folder"], "no such folder"),
         (["--num_samples", "0"], "at least 1"),
+        (["--top_p", "0.9"], "need a --temperature above 0"),
+        (["--sample_drafts"], "need a --temperature above 0"),
+        (["--temperature", "-1"], "temperature must be finite"),
+        (["--concurrent", "1"], "--concurrent takes numbers of at least 2"),
+        (["--engine_options", "none.json"], "expected JSON or YAML"),
+        (["--engine_options", "none.json", "--topk", "2"], "leave --mode"),
     ],
 )
 def test_bad_input_is_said_without_a_traceback(folders, capsys, arguments, words):

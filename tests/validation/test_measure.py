@@ -6,9 +6,16 @@ import pytest
 import torch
 from heads import make_head
 
-from modelopt_eagle.common.acceptance import acceptance_length, bootstrap_interval, prefix_shares
+from modelopt_eagle.common.acceptance import (
+    acceptance_length,
+    bootstrap_interval,
+    by_context,
+    conditional_rates,
+    prefix_shares,
+    request_mean,
+)
 from modelopt_eagle.data import Prompt
-from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, SamplingOptions
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.validation import measure_acceptance
 from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, prompt_ids
@@ -84,12 +91,47 @@ def test_json_has_exactly_the_fields_named(report, tmp_path):
     path = report.write_json(tmp_path / "report" / "acceptance.json")
     data = json.loads(path.read_text())
     names = "acceptance_length ci95 per_position per_category speedup steps prompts target commit".split()
-    assert list(data)[:9] == names and set(data) - set(names) == {"draft", "costs", "per_category_ci95"}
+    more = {"draft", "costs", "per_category_ci95", "conditional", "request_mean", "by_context"}
+    assert list(data)[:9] == names and set(data) - set(names) == more
     assert data["draft"] == {"mode": "chain", "num_steps": 3}
     assert data["costs"]["break_even"] == report.speed.break_even and data["costs"]["plain_step"] > 0
     assert data["target"] == "tiny" and len(data["commit"]) >= 7
     assert data["acceptance_length"] == report.acceptance_length and len(data["ci95"]) == 2
     assert [entry.name for entry in path.parent.iterdir()] == ["acceptance.json"]
+
+
+def test_rates_by_position_prompt_and_context():
+    trace = [[3, 0, 1], [2], []]
+    assert conditional_rates(trace, 4) == [3 / 4, 2 / 3, 1 / 2, 0.0]
+    assert conditional_rates([[0]], 2) == [0.0, None] and conditional_rates([], 1) == [None]
+    assert request_mean(trace) == ((1 + 4 / 3) + 3) / 2 and request_mean([[]]) is None
+    found = by_context(trace, [[10, 300, 5000], [255], []])
+    assert found == {"0-255": (2, 1 + 5 / 2), "256-511": (1, 1.0), "4096-8191": (1, 2.0)}
+
+
+def test_contexts_follow_the_text(target, good_head, prompts):
+    """A step stands behind the prompt, and behind all tokens emitted before."""
+    dialogue = answer_dialogues(
+        PseudoSpeculativeGenerator(target, good_head), prompts[1:2], max_new_tokens=32, batch_size=1, max_turns=1
+    )[0]
+    first = len(first_turn(target, prompts[1])) + 1
+    expected = [first + sum(1 + n for n in dialogue.accepted[:step]) for step in range(dialogue.steps)]
+    assert dialogue.contexts == expected and dialogue.steps > 3
+
+
+def test_answers_drawn_as_production_draws(target, good_head, prompts, report):
+    options = dict(
+        max_new_tokens=32, batch_size=3, speedup_prompts=1, seed=3, sampling=SamplingOptions(0.9, top_p=0.95)
+    )
+    drawn = measure_acceptance(target, good_head, prompts, **options)
+    both = measure_acceptance(target, good_head, prompts, sample_drafts=True, **options)
+    assert 1 < drawn.acceptance_length < report.acceptance_length  # texts the head has not learnt
+    assert drawn.acceptance_length == measure_acceptance(target, good_head, prompts, **options).acceptance_length
+    assert drawn.to_dict()["sampling"] == {
+        "temperature": 0.9, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "sample_drafts": False
+    }  # fmt: skip
+    assert "answers drawn: temperature 0.9" in drawn.table() and "drafts drawn" in both.table()
+    assert both.acceptance_length > 1 and drawn.speedup > 0
 
 
 def test_a_tree_accepts_at_least_what_its_chain_does(target, good_head, prompts, report):

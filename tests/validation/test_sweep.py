@@ -1,16 +1,18 @@
 """What a sweep advises."""
 
+from modelopt_eagle.decoding import DraftPlan, SamplingOptions
+from modelopt_eagle.validation import speed
 from modelopt_eagle.validation.report import best_setting, speed_line
 from modelopt_eagle.validation.speed import Speed
-from modelopt_eagle.validation.sweep import advice, sweep_table
+from modelopt_eagle.validation.sweep import advice, sweep, sweep_table
 
 
 def measured(steps, accepted, draft, verify, plain=1.0):
     """A row of a sweep by a model of costs: seconds of a step over those of plain decoding."""
-    speed = Speed(accepted * plain / (draft + verify), accepted, plain, draft, verify, 0.0, 100)
+    cost = Speed(accepted * plain / (draft + verify), accepted, plain, draft, verify, 0.0, 100)
     return {
-        "mode": "chain", "num_steps": steps, "acceptance_length": accepted, "speedup": speed.speedup,
-        "break_even": speed.break_even,
+        "mode": "chain", "num_steps": steps, "acceptance_length": accepted, "speedup": cost.speedup,
+        "break_even": cost.break_even,
     }  # fmt: skip
 
 
@@ -34,3 +36,29 @@ def test_a_busy_machine_is_said():
     row = {"mode": "chain", "num_steps": 3, "acceptance_length": 2.0, "speedup": 4.5, "break_even": 0.4}
     assert "doubtful: other work held this one up, 31 %" in advice([row | {"processor_share": 0.31}])
     assert "doubtful" not in advice([row | {"processor_share": None}])
+
+
+def test_what_cannot_be_is_measured_again_or_marked(monkeypatch):
+    """A step cheaper than a plain step, or more speed-up than acceptance: seen once as 1.82x, 128 % of the length."""
+    wrong = Speed(1.82, 1.42, 1.0, 0.1, 0.68, 0.0, 100)
+    right = Speed(1.25, 1.42, 1.0, 0.1, 1.04, 0.0, 100)
+    assert wrong.implausible and not right.implausible
+    assert "unreliable" in speed_line(wrong) and "unreliable" not in speed_line(right)
+    row = {"mode": "chain", "num_steps": 1, "acceptance_length": 1.42, "speedup": 1.82, "break_even": 0.78}
+    assert "unreliable" in sweep_table([row | {"unreliable": True}])
+    results = [[wrong], [right], [wrong], [wrong]]
+    monkeypatch.setattr(speed, "_time", lambda *arguments: results.pop(0))
+    assert speed.measure_speed([], [[1]], 4) == [right] and len(results) == 2
+    assert speed.measure_speed([], [[1]], 4) == [wrong] and not results
+
+
+def test_requests_at_a_time(target, good_head, prompts):
+    plans = [DraftPlan.chain(2), DraftPlan.tree(2, 2)]
+    rows = sweep(target, good_head, prompts, plans=plans, num_prompts=2, max_new_tokens=12, concurrent=(2,))
+    assert all(row["concurrent"][2] > 0 for row in rows)
+    assert "by requests at a time" in sweep_table(rows)
+    drawn = sweep(
+        target, good_head, prompts, plans=[*plans, DraftPlan.tree(2, 2, 6)], num_prompts=1, max_new_tokens=8,
+        sampling=SamplingOptions(0.8), sample_drafts=True,
+    )  # fmt: skip
+    assert len(drawn) == 2  # a tree whose nodes are ranked cannot be drawn

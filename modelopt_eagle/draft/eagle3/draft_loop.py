@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from modelopt_eagle.common.trees import history_size
 from modelopt_eagle.draft.cache import DraftCache
+from modelopt_eagle.draft.eagle3.drawn import Shape, draw_draft
 from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
-from modelopt_eagle.draft.trees import RoundTree, TreeHistory, build_round_tree
+from modelopt_eagle.draft.trees import RoundTree, SampledDraft, TreeHistory, build_round_tree
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels.topk import stable_topk
 
@@ -28,6 +29,11 @@ class RoundLoop(ABC):
 
     plan: DraftPlan
     _output: Tensor | None = None
+
+    @property
+    @abstractmethod
+    def eager(self) -> DraftLoop:
+        """The loop itself, for what is not replayed."""
 
     @abstractmethod
     def advance(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> Tensor:
@@ -56,6 +62,16 @@ class RoundLoop(ABC):
         if self.plan.is_tree:
             return self.round_tree(self._output, lengths, roots)
         return self.chain(self._output, lengths)
+
+    def sample(self, lengths: list[int], roots: Tensor, shape: Shape, uniforms: Tensor) -> SampledDraft:
+        """Drafts that are drawn behind the last :meth:`commit` (``drawn.py``).
+
+        Raises:
+            DecodingError: nothing was committed.
+        """
+        if self._output is None:
+            raise DecodingError("nothing was committed yet: a round begins with commit(...)")
+        return draw_draft(self.eager, self._output, lengths, roots, shape, uniforms)
 
 
 class EagerDrafter:
@@ -106,6 +122,11 @@ class DraftLoop(RoundLoop):
         self.fixed_shapes = fixed_shapes
         self.target_ids = module.vocab.d2t + torch.arange(len(module.d2t), device=module.d2t.device)  # [Vd]
         self._positions = capacity + plan.depth + 1  # above every rotary position
+
+    @property
+    def eager(self) -> DraftLoop:
+        """This loop."""
+        return self
 
     def keep(self, rows: Tensor) -> None:
         """Keep the rows ``[b]`` int64."""
@@ -190,7 +211,7 @@ class DraftLoop(RoundLoop):
         Returns:
             ``[B, K]`` int64 target ids.
         """
-        return self.chain_from(output, self._where(lengths, output.device))
+        return self.chain_from(output, self.places(lengths, output.device))
 
     def chain_from(self, output: Tensor, where: Where) -> Tensor:
         """The chain proper, ``[B, K]``."""
@@ -198,9 +219,8 @@ class DraftLoop(RoundLoop):
         for step in range(self.plan.depth):
             if step > 0:
                 state = self.module.next_state(output)[:, None]  # [B,1,H]
-                output = self._later(drafted[-1][:, None], state, where, step, None)[:, 0]  # [B,H]
-            logits = self.module.lm_head(self.module.head_input(output))  # [B,Vd]
-            drafted.append(self.target_ids[logits.argmax(-1)])  # [B]
+                output = self.later(drafted[-1][:, None], state, where, step, None)[:, 0]  # [B,H]
+            drafted.append(self.target_ids[self.logits(output).argmax(-1)])  # [B]
         return torch.stack(drafted, 1)
 
     def tree(self, output: Tensor, lengths: list[int]) -> TreeHistory:
@@ -209,7 +229,7 @@ class DraftLoop(RoundLoop):
         Returns:
             every candidate that was scored.
         """
-        return self.expand(output, self._where(lengths, output.device))
+        return self.expand(output, self.places(lengths, output.device))
 
     def round_tree(self, output: Tensor, lengths: list[int], roots: Tensor) -> RoundTree:
         """The tree of a round below the roots ``[B]``, the last emitted tokens."""
@@ -233,7 +253,7 @@ class DraftLoop(RoundLoop):
         sees = torch.eye(topk, dtype=torch.bool, device=device).expand(batch, -1, -1)  # [B,T,layers·T]
         for layer in range(1, depth):
             parents.append(flat)
-            output = self._later(node, state, where, layer, sees)  # [B,T,H]
+            output = self.later(node, state, where, layer, sees)  # [B,T,H]
             value, token = self._candidates(output, topk)  # [B,T,T]
             value = (value + best[..., None]).flatten(1)  # [B,T·T]
             token = token.flatten(1)
@@ -252,7 +272,7 @@ class DraftLoop(RoundLoop):
 
     def _candidates(self, output: Tensor, topk: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids ``[B, n, T]`` of the likeliest draft tokens after outputs ``[B, n, H]``."""
-        logits = self.module.lm_head(self.module.head_input(output)).float()  # [B,n,Vd]
+        logits = self.logits(output)  # [B,n,Vd]
         if topk == 1:
             index = logits.argmax(-1, keepdim=True)  # [B,n,1] the chain's own choice
             value = logits.gather(-1, index)
@@ -261,12 +281,17 @@ class DraftLoop(RoundLoop):
         value = (value - logits.logsumexp(-1, keepdim=True)).clamp(max=0)  # never above the parent's score
         return value, self.target_ids[index]
 
-    def _where(self, lengths: list[int], device: torch.device) -> Where:
+    def logits(self, output: Tensor) -> Tensor:
+        """Float32 logits ``[..., Vd]`` of outputs ``[..., H]``."""
+        return self.module.lm_head(self.module.head_input(output)).float()
+
+    def places(self, lengths: list[int], device: torch.device) -> Where:
+        """Where the nodes behind ``lengths`` committed anchors are written."""
         if len(set(lengths)) == 1 and not self.fixed_shapes:
             return Where(lengths[0], None, lengths[0])
         return Where(None, torch.tensor(lengths, device=device)[:, None], max(lengths))
 
-    def _later(self, tokens: Tensor, state: Tensor, where: Where, layer: int, sees: Tensor | None) -> Tensor:
+    def later(self, tokens: Tensor, state: Tensor, where: Where, layer: int, sees: Tensor | None) -> Tensor:
         """Step ``layer`` >= 1 for n nodes a row: write their keys behind the layers before, attend, combine.
 
         Args:

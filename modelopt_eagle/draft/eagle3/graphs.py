@@ -122,6 +122,11 @@ class RecordedLoop(RoundLoop):
     def _use(self, batch: int) -> None:
         self._first = self.graphs.base.over(self.graphs.cache.first_rows(batch))
 
+    @property
+    def eager(self) -> DraftLoop:
+        """The loop over the same memory; drafts that are drawn are not replayed."""
+        return self._first
+
     def keep(self, rows: Tensor) -> None:
         """Keep the rows ``[b]`` int64."""
         self.graphs.cache.compact(rows)

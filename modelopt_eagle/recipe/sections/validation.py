@@ -35,6 +35,20 @@ class ValidationSection(Section):
     num_nodes: int | None = Field(
         None, description="Nodes N of the tree with its root, from D+1 to 1+T+T²(D-1); null: T·D+1, at most that."
     )
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.0, description="Temperature of the answers; 0: the likeliest tokens."
+    )
+    top_k: Annotated[int, Field(ge=0)] = Field(0, description="Draw from the k likeliest tokens; 0: from all.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Draw from the smallest set of tokens whose mass reaches p; 1: from all."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="Never draw a token less likely than min_p times the likeliest; 0: draw any."
+    )
+    sample_drafts: bool = Field(
+        False,
+        description="Draw the drafts from the head, too, and accept them by exact rejection; needs a temperature.",
+    )
     speedup_prompts: Annotated[int, Field(ge=0)] = Field(
         8, description="Prompts on which the wall-clock speed-up over plain decoding is measured; 0: not measured."
     )
@@ -45,7 +59,9 @@ class ValidationSection(Section):
     ar_lower_bound: Annotated[float, Field(ge=1)] | None = Field(
         None, description="Exit with an error if the acceptance length is lower."
     )
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(0, description="Seed of the confidence interval's bootstrap.")
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        0, description="Seed of the confidence interval's bootstrap, and of answers that are drawn."
+    )
 
     @model_validator(mode="after")
     def _prompts_and_tree(self) -> ValidationSection:
@@ -54,6 +70,19 @@ class ValidationSection(Section):
             "prompts and dataset both name the prompts: set one of them (prompts: shipped, or dataset: null)",
         )
         check_tree_shape(self.mode, self.topk, self.tree_depth if self.mode == "tree" else self.depth, self.num_nodes)
+        filters = {"top_k": self.top_k != 0, "top_p": self.top_p != 1, "min_p": self.min_p != 0}
+        filters["sample_drafts"] = self.sample_drafts
+        given = [name for name, is_given in filters.items() if is_given]
+        need(
+            self.temperature > 0 or not given,
+            f"{', '.join(given)} without a temperature: answers are greedy then; set temperature above 0",
+        )
+        nodes = None if self.topk is None else 1 + self.topk * self.tree_depth
+        need(
+            not self.sample_drafts or self.mode == "chain" or self.num_nodes in (None, nodes),
+            f"sample_drafts draws T chains below the root: num_nodes must be 1 + topk * depth, {nodes}, found "
+            f"{self.num_nodes}",
+        )
         return self
 
     @property
