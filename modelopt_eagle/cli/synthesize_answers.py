@@ -1,14 +1,30 @@
-"""``scripts/synthesize_answers.py``: answer prompts with the target, in-process, batched, resumable."""
+"""``scripts/synthesize_answers.py``: answer prompts with the target, in-process or by servers; resumable."""
+
+from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelopt_eagle.data import Prompt
+
+
+KEY_VARIABLE = "MODELOPT_EAGLE_SERVER_KEY"
+"""Environment variable of the token that a server asks for; a command line is no place for it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
+    from modelopt_eagle.cli._options import json_object
+
     parser = argparse.ArgumentParser(prog="synthesize_answers.py", description=__doc__)
-    parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
+    parser.add_argument(
+        "--model", help="target: hub id, local folder, GGUF file, or quickstart; with --server the name that it serves"
+    )
     parser.add_argument(
         "--input",
         required=True,
@@ -30,6 +46,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the target; auto is float32 without a GPU",
     )
     parser.add_argument("--chat_template", type=Path, help="file with a chat template that replaces the target's own")
+    parser.add_argument(
+        "--template_arguments",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help='variables of the chat template for every prompt, such as {"enable_thinking": false}; a prompt\'s own win',
+    )
+    server = parser.add_argument_group("answers by running servers, in place of the model in this process")
+    server.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers: http://HOST:PORT ...")
+    server.add_argument("--concurrency", type=int, default=16, help="requests under way at a time (default 16)")
+    server.add_argument("--retries", type=int, default=5, help="further tries of a request, with waits (default 5)")
+    server.add_argument("--timeout", type=float, default=600.0, help="seconds that an answer may take (default 600)")
     return parser
 
 
@@ -57,7 +85,12 @@ def _run(arguments: argparse.Namespace) -> int:
             raise DataError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
     if arguments.temperature < 0:
         raise DataError(f"--temperature must be 0 (greedy) or above, found {arguments.temperature}")
+    if arguments.model is None and arguments.server is None:
+        raise DataError("give the target as --model, or running servers as --server URL ...")
     prompts = load_prompts(arguments.input, arguments.num_samples)
+    prompts = [with_arguments(prompt, arguments.template_arguments) for prompt in prompts]
+    if arguments.server is not None:
+        return _by_servers(arguments, prompts)
     settings = SynthesisSettings(arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed)
     left = len(missing_prompts(prompts, prepare_output(arguments.output, settings)))
     print(f"{len(prompts)} prompts, {len(prompts) - left} answered before, {left} to do")
@@ -80,3 +113,38 @@ def _run(arguments: argparse.Namespace) -> int:
     added = synthesize(target, prompts, arguments.output, settings, arguments.batch_size, report)
     print(f"{added} answers added to {arguments.output}, {cut} of them cut at {arguments.max_new_tokens} tokens")
     return 0
+
+
+def with_arguments(prompt: Prompt, arguments: dict) -> Prompt:
+    """The prompt with template arguments, its own winning."""
+    return dataclasses.replace(prompt, template_arguments={**arguments, **prompt.template_arguments})
+
+
+def _by_servers(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
+    """Answer by servers; 0, or 1 where a prompt was answered by none."""
+    from modelopt_eagle.common.console import ProgressBar
+    from modelopt_eagle.errors import DataError
+    from modelopt_eagle.validation.server_answers import Account, ChatServers, synthesize_by_servers
+    from modelopt_eagle.validation.synthesis import SynthesisSettings
+
+    for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 1)):
+        if getattr(arguments, name) < least:
+            raise DataError(f"--{name} must be at least {least}, found {getattr(arguments, name)}")
+    servers = ChatServers(
+        arguments.server, retries=arguments.retries, timeout=arguments.timeout, key=os.environ.get(KEY_VARIABLE)
+    )
+    model = arguments.model or servers.model()
+    settings = SynthesisSettings(model, arguments.max_new_tokens, arguments.temperature, arguments.seed)
+    bar = ProgressBar(len(prompts), "answers")
+
+    def report(account: Account) -> None:
+        bar.reach(account.answered + account.failed + account.skipped, f"({account.failed} failed)")
+
+    account = synthesize_by_servers(servers, prompts, arguments.output, settings, arguments.concurrency, report)
+    print(
+        f"{len(prompts)} prompts: {account.answered} answered, {account.failed} failed, {account.skipped} answered "
+        f"before; {account.cut} cut at {arguments.max_new_tokens} tokens; {arguments.output}"
+    )
+    if account.failed:
+        print(f"the failed ones stand in {arguments.output}.errors.jsonl; the same command tries them again")
+    return 1 if account.failed else 0

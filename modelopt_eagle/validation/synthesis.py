@@ -130,7 +130,7 @@ def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: S
                     f"new ones do not fit the {window(target)} positions of {target.name}: lower --max_new_tokens, or "
                     "shorten the prompt; what is answered already is kept"
                 )
-        seeds = [zlib.crc32(f"{settings.seed}/{_name(d.prompt)}/{turn}".encode()) for d in asking]
+        seeds = [zlib.crc32(f"{settings.seed}/{prompt_name(d.prompt)}/{turn}".encode()) for d in asking]
         answers = decode_batch(
             generator, inputs, target.end_token_ids, settings.max_new_tokens, settings.temperature, seeds, True
         )
@@ -152,7 +152,7 @@ def _prompt_ids(tokenizer, dialogue: Answered) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _name(prompt: Prompt) -> str:
+def prompt_name(prompt: Prompt) -> str:
     """A name that does not depend on where in its file a prompt stands."""
     return f"prompt-{prompt.digest}" if prompt.numbered else prompt.id
 
@@ -195,12 +195,12 @@ def missing_prompts(prompts: list[Prompt], answered: "Found") -> list[tuple[str,
         if left[prompt.digest]:
             left[prompt.digest] -= 1
             continue
-        name = _name(prompt)
+        name = prompt_name(prompt)
         if name in taken:
             name = f"{name}-{prompt.digest}"
         number = 2
         while name in taken:
-            name, number = f"{_name(prompt)}-{number}", number + 1
+            name, number = f"{prompt_name(prompt)}-{number}", number + 1
         taken.add(name)
         missing.append((name, prompt))
     return missing

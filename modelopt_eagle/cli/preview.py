@@ -1,0 +1,64 @@
+"""Show what is learned of conversations: context, answers and end tokens in colour, and the count of every reason."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; parse with ``parse_intermixed_args``."""
+    from modelopt_eagle.recipe.command_line import add_recipe_arguments
+
+    parser = argparse.ArgumentParser(prog="modelopt-eagle preview", description=__doc__)
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="conversations; default: those of the recipe")
+    parser.add_argument("--model", metavar="NAME", help="the target, of which only tokenizer and configs are read")
+    parser.add_argument("-n", "--rows", type=int, default=3, help="rows shown, spread over the data (default 3)")
+    parser.add_argument("--row", metavar="ID", help="show this row")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page here as well")
+    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
+    add_recipe_arguments(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Raises:
+        EagleError: bad input (exit code 2 through the dispatcher).
+    """
+    from modelopt_eagle.cli._tokenised import tokenised
+    from modelopt_eagle.common.files import write_whole
+    from modelopt_eagle.data.preview import coloured, count_table, page
+    from modelopt_eagle.errors import DataError
+    from modelopt_eagle.recipe.command_line import recipe_from_arguments
+
+    arguments = build_parser().parse_intermixed_args(argv)
+    paths = arguments.data
+    flags = [
+        ("model.base_model", arguments.model),
+        ("data.train_path", paths if paths is None or len(paths) > 1 else paths[0]),
+    ]
+    recipe = recipe_from_arguments(arguments, flags)
+    if arguments.rows < 0:
+        raise DataError(f"-n must be at least 0, found {arguments.rows}")
+    data, source = tokenised(recipe)
+    count = len(data.rows)
+    shown = sorted({i * count // max(arguments.rows, 1) for i in range(min(arguments.rows, count))})
+    if arguments.row is not None:
+        shown = [n for n, row in enumerate(data.rows) if row.id.partition("#")[0] == arguments.row]
+        if not shown:
+            raise DataError(f"no row {arguments.row!r} among the {count} that are used: ids are {data.rows[0].id!r}, …")
+    colour = sys.stdout.isatty() if arguments.colour == "auto" else arguments.colour == "always"
+    for number in shown:
+        row = data.rows[number]
+        print(f"--- {row.id}: {len(row.input_ids)} tokens, {sum(row.supervised)} supervised")
+        print(coloured(row, source.tokenizer, source.end_token_ids, colour))
+    print("---")
+    for what, counted, meaning in count_table(data.report):
+        print(f"{counted:>9}  {what}{f' ({meaning})' if meaning else ''}")
+    if arguments.html is not None:
+        write_whole(arguments.html, page(data, source.tokenizer, source.end_token_ids, shown))
+        print(f"wrote {arguments.html}")
+    return 0
