@@ -97,7 +97,7 @@ def prompts_of(tmp_path, *questions):
 
 
 def run(servers, prompts, output, **options):
-    chat = ChatServers([server.url for server in servers], retries=2, timeout=5.0, wait=0.01)
+    chat = ChatServers([server.url for server in servers], retries=4, timeout=5.0, wait=0.01)
     account = synthesize_by_servers(chat, prompts, output, SynthesisSettings("served", 16), **options)
     assert account.answered + account.failed + account.skipped == len(prompts)
     return account, [json.loads(line) for line in output.read_text().splitlines()]
