@@ -77,10 +77,22 @@ def write_speculators(folder, rows, old=False):
             save_file(tensors, folder / "hidden_states" / f"hs_{number}.safetensors")
 
 
+def write_angelslim(folder, rows, ranks=2):
+    """Each rank numbers its rows from 0; tensors keep the batch of one."""
+    for number, (row, aux, final, _) in enumerate(rows):
+        rank, place = divmod(number, len(rows) // ranks)
+        path = folder / (f"rank_{rank}" if ranks > 1 else ".") / f"rows_0-5000/data_{place}.ckpt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        values = {"input_ids": torch.tensor([row.input_ids]), "loss_mask": torch.tensor([row.supervised]).long()}
+        torch.save({**values, "hidden_states": aux[None], "target_hiddens": final[None]}, path)
+
+
 WRITERS = {
     "modelopt": (write_model_optimizer, {}, True),
     "specforge": (write_specforge, {}, True),
     "specforge-gz": (write_specforge, {"packed": True}, True),
+    "angelslim": (write_angelslim, {}, True),
+    "angelslim-one-rank": (write_angelslim, {"ranks": 1}, True),
     "speculators": (write_speculators, {}, False),
     "speculators-old": (write_speculators, {"old": True}, False),
 }

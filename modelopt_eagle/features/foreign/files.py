@@ -7,6 +7,8 @@ Model-Optimizer       ``ID.pt`` a conversation: ``input_ids [s]``, ``aux_hidden_
                       ``hidden_states [s, Ht]``; newer ones also ``loss_mask [s]`` and ``hidden_states_prenorm``
 SpecForge             ``rows_A-B/data_N.ckpt`` (or ``.ckpt.gz``): ``input_ids [s]``, ``loss_mask [s]``,
                       ``aux_hidden_state [1, s, A·Ht]``, ``hidden_state [1, s, Ht]``
+AngelSlim             ``rank_R/rows_A-B/data_N.ckpt``: ``input_ids [1, s]``, ``loss_mask [1, s]``,
+                      ``hidden_states [1, s, A*Ht]`` (of the captured layers), ``target_hiddens [1, s, Ht]``
 speculators           ``hidden_states/hs_N.safetensors``: ``hidden_states [s, A+1, Ht]``, ``token_ids [s]``, beside a
                       ``datasets`` folder with ``input_ids`` and ``loss_mask``; older ones ``data_N.pt`` with a list
                       ``hidden_states`` of A+1 tensors
@@ -81,10 +83,22 @@ def _read_model_optimizer(path: Path, masks) -> ForeignFile:
 
 
 def _read_specforge(path: Path, masks) -> ForeignFile:
+    """Also a rank's folder of AngelSlim, whose files are called alike."""
     values = _load(path)
+    if "target_hiddens" in values:
+        return _read_angelslim(path, masks)
     aux, final = _take(values, "aux_hidden_state", path), _take(values, "hidden_state", path)
     return ForeignFile(
         _take(values, "input_ids", path), aux.flatten(0, -2), final.flatten(0, -2), values.get("loss_mask"), None
+    )
+
+
+def _read_angelslim(path: Path, masks) -> ForeignFile:
+    values = _load(path)
+    ids, mask = _take(values, "input_ids", path), values.get("loss_mask")
+    aux, final = _take(values, "hidden_states", path), _take(values, "target_hiddens", path)
+    return ForeignFile(
+        ids.flatten(), aux.flatten(0, -2), final.flatten(0, -2), None if mask is None else mask.flatten(), None
     )
 
 
@@ -105,6 +119,7 @@ def _read_speculators(path: Path, masks) -> ForeignFile:
 FORMATS: dict[str, tuple[tuple[str, ...], Callable]] = {
     "speculators": (("hs_*.safetensors", "hidden_states/hs_*.safetensors", "data_*.pt"), _read_speculators),
     "SpecForge": (("data_*.ckpt", "data_*.ckpt.gz", "rows_*/data_*.ckpt", "rows_*/data_*.ckpt.gz"), _read_specforge),
+    "AngelSlim": (("rank_*/rows_*/data_*.ckpt",), _read_angelslim),
     "Model-Optimizer": (("*.pt",), _read_model_optimizer),
 }
 
@@ -136,7 +151,7 @@ def find_format(folder: str | Path) -> tuple[str, list[Path]]:
             return name, files
     raise FeatureError(
         f"{folder} is neither a feature store (manifest.json) nor a dump of Model-Optimizer (*.pt), SpecForge "
-        "(rows_*/data_*.ckpt[.gz]) or speculators (hs_*.safetensors)"
+        "(rows_*/data_*.ckpt[.gz]), AngelSlim (rank_*/rows_*/data_*.ckpt) or speculators (hs_*.safetensors)"
     )
 
 
