@@ -33,12 +33,13 @@ class TargetRunner:
         aux_layer_ids: layers to capture; ``()`` or ``None``: none (plain decoding).
         capacity: slots a row.
         num_nodes: N, most tokens of a row that :meth:`verify` reads.
+        lend: let the target's layers run our own attention (``grouped_attention.py``) where they can.
 
     Raises:
         DecodingError: a target without a KV cache, or with an attention that takes no mask of ours.
     """
 
-    def __init__(self, target: Target, aux_layer_ids, capacity: int, num_nodes: int = 1):
+    def __init__(self, target: Target, aux_layer_ids, capacity: int, num_nodes: int = 1, lend: bool = True):
         self.target, self.model = target, target.model
         self.aux_layer_ids = tuple(aux_layer_ids or ())
         parameters = inspect.signature(self.model.forward).parameters
@@ -47,7 +48,7 @@ class TargetRunner:
         self.kinds = attention_kinds(target.config)
         self._own_mask = takes_no_mask(target)
         self.position_limit = run_limit(target, capacity - num_nodes)
-        self.groups = query_groups(target)
+        self.groups = query_groups(target) if lend else 1
         by_layer = layer_kinds(target.config, self.kinds, target.num_layers)
         self.recurrent = is_recurrent(target.config)
         self.cache = RowCache(
@@ -62,7 +63,8 @@ class TargetRunner:
 
     def __enter__(self) -> TargetRunner:
         self._stack.enter_context(evaluating(self.model))
-        self._stack.enter_context(lent(self.target))
+        if self.groups > 1:
+            self._stack.enter_context(lent(self.target))
         return self
 
     def __exit__(self, *exception) -> None:
