@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ Head = TypeVar("Head", bound=DraftModule)
 
 
 def bare_head(
-    kind: Callable[[DraftConfig, DraftVocab | None], Head],
+    kind: Callable[[Any, DraftVocab | None], Head],
     config: DraftConfig,
     vocab: DraftVocab | None = None,
     tensors: Mapping[str, Tensor] | None = None,

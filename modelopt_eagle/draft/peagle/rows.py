@@ -75,7 +75,9 @@ class Asking:
         return cls(len(anchors), plan_queries(anchors, documents, window, depth), rows.column(anchors, depth))
 
 
-def attend(asking: list[Asking], q: Tensor, context: tuple, masks: tuple, scale: float) -> Tensor:
+def attend(
+    asking: list[Asking], q: Tensor, context: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
     """Attention of all depths.
 
     Args:
