@@ -74,7 +74,7 @@ def complete(config: PEagleConfig, recipe: Any, tables: Any, counts: Tensor) -> 
 
 
 def check_plan(config: PEagleConfig, plan: DraftPlan) -> list[str]:
-    """Say it where more tokens are drafted than were trained: a P-EAGLE head can, and is less sure of them."""
+    """A line where more tokens are drafted than were trained: a P-EAGLE head can, and is less sure of them."""
     trained = config.trained_depth
     if trained is None or plan.depth <= trained:
         return []

@@ -145,7 +145,7 @@ def parallel_states(
         q, k, v, residual = layer.project(
             embedding if index == 0 else None, state, cos, sin, query_rows=torch.cat(answers) if is_last else None
         )
-        context = tuple(view.axis.gather(part[: len(tokens)]) for part in (k, v))  # [N,kv_heads,d] each
+        context = (view.axis.gather(k[: len(tokens)]), view.axis.gather(v[: len(tokens)]))  # [N,kv_heads,d] each
         masks = (k[len(tokens) :], v[len(tokens) :])  # [M,kv_heads,d] each
         attention = attend(final if is_last else below, q, context, masks, layer.scale)
         state = layer.combine(attention, residual)  # [n,H] in the last layer, [m+M,H] below
