@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0, or 1 where a fault was found.
+    """Run the command; returns 0, or 1 where a fault was found.
 
     Raises:
         EagleError: a recipe, data or a target that cannot be read at all.

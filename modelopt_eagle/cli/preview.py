@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; returns the exit code.
 
     Raises:
         EagleError: bad input (exit code 2 through the dispatcher).

@@ -8,7 +8,7 @@ Model-Optimizer       ``ID.pt`` a conversation: ``input_ids [s]``, ``aux_hidden_
 SpecForge             ``rows_A-B/data_N.ckpt`` (or ``.ckpt.gz``): ``input_ids [s]``, ``loss_mask [s]``,
                       ``aux_hidden_state [1, s, A·Ht]``, ``hidden_state [1, s, Ht]``
 AngelSlim             ``rank_R/rows_A-B/data_N.ckpt``: ``input_ids [1, s]``, ``loss_mask [1, s]``,
-                      ``hidden_states [1, s, A*Ht]`` (of the captured layers), ``target_hiddens [1, s, Ht]``
+                      ``hidden_states [1, s, A·Ht]`` (of the captured layers), ``target_hiddens [1, s, Ht]``
 speculators           ``hidden_states/hs_N.safetensors``: ``hidden_states [s, A+1, Ht]``, ``token_ids [s]``, beside a
                       ``datasets`` folder with ``input_ids`` and ``loss_mask``; older ones ``data_N.pt`` with a list
                       ``hidden_states`` of A+1 tensors
