@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from modelopt_eagle.common.console import ProgressBar, say, shown
 from modelopt_eagle.common.files import file_sha256, write_whole
 from modelopt_eagle.data.files import IN_MEMORY
-from modelopt_eagle.errors import ExportError, RecipeError
+from modelopt_eagle.errors import ExportError, MissingExtraError, RecipeError
 from modelopt_eagle.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
@@ -92,6 +92,8 @@ def run(
             return RunResult(recipe, result)
         measured = None if untrained else validate(recipe, result, given.target)
         export(recipe, result, measured, given.target)
+        if measured is not None:
+            make_page(result.output_dir)
     return RunResult(recipe, result, measured, recipe.export_path)
 
 
@@ -214,9 +216,23 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
         sample_drafts=section.sample_drafts,
     )
     say(report.table())
+    report.write_dialogues(file.with_name("dialogues.jsonl"))
     report.write_json(file)
     write_whole(stamp, json.dumps(mark, indent=1) + "\n")
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def make_page(output_dir: Path) -> Path | None:
+    """Write ``report/index.html`` of a run; returns it, or ``None`` where the extra ``report`` is missing, said so."""
+    from modelopt_eagle.report import read_run, write_page
+
+    try:
+        page = write_page(read_run(output_dir), output_dir / "report")
+    except MissingExtraError as error:
+        say(f"note: no page of the run: {error}; then: modelopt-eagle report {output_dir}")
+        return None
+    say(f"page of the run: {page}")
+    return page
 
 
 def measurement_mark(recipe: Recipe, checkpoint: Path) -> dict:

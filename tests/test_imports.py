@@ -24,6 +24,7 @@ STOREYS = (
     ("training", "decoding"),
     ("validation",),
     ("serving",),
+    ("report",),
     ("pipeline",),
     ("cli",),
 )

@@ -152,9 +152,10 @@ def main(argv: list[str] | None = None) -> int:
         print("\n" + sweep_table(report.sweep))
     print(f"wrote {report.write_json(arguments.output)}")
     if arguments.html is not None:
-        from modelopt_eagle.validation.html import write_html
+        from modelopt_eagle.report import facts_of, write_page
 
-        print(f"wrote {write_html(report, arguments.html)}")
+        facts = facts_of(report, Path(arguments.model_path).name)
+        print(f"wrote {write_page(facts, arguments.html.parent, arguments.html.name, pictures=False)}")
     bound = arguments.ar_lower_bound
     if bound is not None and (report.steps == 0 or report.acceptance_length < bound):
         found = f"{report.acceptance_length:.3f}" if report.steps else "of no step"

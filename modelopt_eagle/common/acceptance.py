@@ -12,9 +12,11 @@ them: :func:`acceptance_length` is 1 without a step, since plain decoding gives 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 Accepted = Sequence[Sequence[int]]
 """Accepted drafted tokens of each verification step, a list a prompt."""
@@ -127,3 +129,59 @@ def by_context(
             bucket = sum(place >= edge for edge in edges) - 1
             found.setdefault(names[max(0, bucket)], []).append(count)
     return {name: (len(found[name]), 1.0 + sum(found[name]) / len(found[name])) for name in names if name in found}
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """How much longer one head's acceptance is than another's on the same prompts.
+
+    Attributes:
+        difference: of the pooled acceptance lengths, second minus first.
+        ci95: its 95 % interval, by drawing prompts with replacement, each with both its results.
+        p_value: share of random exchanges of the two results within prompts that give at least this difference either
+            way; small if chance alone would hardly do so.
+        prompts: how many both answered.
+    """
+
+    difference: float
+    ci95: tuple[float, float]
+    p_value: float
+    prompts: int
+
+
+def paired_difference(
+    first: Sequence[Sequence[int]], second: Sequence[Sequence[int]], seed: int = 0, rounds: int = 4000
+) -> PairedDifference:
+    """Compare two heads by prompt; see :class:`PairedDifference`.
+
+    Args:
+        first, second: accepted drafted tokens of each step, a list a prompt, of the same prompts in the same order. A
+            prompt without steps in either is left out.
+        seed: of the draws.
+        rounds: number of draws of each kind.
+
+    Returns:
+        The difference, 0 with ``p_value`` 1 where no prompt is left.
+    """
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a) and len(b)]
+    if not pairs:
+        return PairedDifference(0.0, (0.0, 0.0), 1.0, 0)
+    steps = torch.tensor([[len(row) for row in pair] for pair in pairs], dtype=torch.float64)  # [prompts,2]
+    tokens = steps + torch.tensor([[sum(row) for row in pair] for pair in pairs], dtype=torch.float64)  # [prompts,2]
+    generator = torch.Generator().manual_seed(seed)
+
+    def differences(tokens: Tensor, steps: Tensor) -> Tensor:
+        lengths = tokens.sum(-2) / steps.sum(-2)  # [...,2]
+        return lengths[..., 1] - lengths[..., 0]
+
+    found = float(differences(tokens, steps))
+    drawn = torch.randint(len(pairs), (rounds, len(pairs)), generator=generator)  # [rounds,prompts]
+    low, high = (
+        differences(tokens[drawn], steps[drawn]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    )
+    swapped = (torch.rand(rounds, len(pairs), 1, generator=generator) < 0.5).expand(-1, -1, 2)  # [rounds,prompts,2]
+    exchanged = differences(
+        torch.where(swapped, tokens.flip(-1), tokens), torch.where(swapped, steps.flip(-1), steps)
+    )  # [rounds]
+    as_large = int((exchanged.abs() >= abs(found) - 1e-12).sum())
+    return PairedDifference(found, (low, high), (1 + as_large) / (1 + rounds), len(pairs))

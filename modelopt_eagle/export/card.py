@@ -41,8 +41,10 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
         positions = ", ".join(f"{p:.3f}" for p in report["per_position"])
         lines.append(f"Accepted at each drafted position: {positions}.")
     if report.get("speedup"):
+        machine = (report.get("costs") or {}).get("machine")
         lines.append(
-            f"Speed-up of this toolkit's generator over plain decoding in the same run: {report['speedup']:.2f}."
+            f"Speed-up of this toolkit's generator over plain decoding in the same run: {report['speedup']:.2f}"
+            + (f", on {machine}." if machine else ".")
         )
     rows = report.get("per_category") or {}
     if rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class RunData:
         counts: ``[V]`` int64 how often each token is supervised in the training rows.
         header: the account of the data, for the head of the run.
         fingerprint: hash of the training rows' tokens and masks.
+        report: counts of what was read, kept and dropped.
     """
 
     train: FeatureSource
@@ -45,6 +47,7 @@ class RunData:
     counts: Tensor
     header: list[str]
     fingerprint: str
+    report: DataReport
 
 
 @dataclass(frozen=True)
@@ -178,11 +181,13 @@ class SplitRows:
         train: rows to train on.
         held_out: rows to evaluate on, by where they come from; one entry ``""`` where they were held out of the data.
         header: the account of the data.
+        report: its counts.
     """
 
     train: list
     held_out: dict[str, list]
     header: list[str]
+    report: DataReport
 
 
 def split_rows(recipe: Recipe, target: TableTarget, given: Given) -> SplitRows:
@@ -195,16 +200,18 @@ def split_rows(recipe: Recipe, target: TableTarget, given: Given) -> SplitRows:
     header, paths = dataset.header().splitlines(), recipe.data.eval_path
     if given.eval_data is not None:
         held = read_data(recipe, target, None, given.eval_data, "eval_data").rows
-        return SplitRows(dataset.rows, {"": held}, [*header, f"evaluation: {len(held)} rows of eval_data"])
+        return SplitRows(
+            dataset.rows, {"": held}, [*header, f"evaluation: {len(held)} rows of eval_data"], dataset.report
+        )
     if paths is not None:
         paths = [paths] if isinstance(paths, str) else paths
         files = {path: read_data(recipe, target, path).rows for path in paths}
         header += [f"evaluation: {len(part)} rows of {path}" for path, part in files.items()]
-        return SplitRows(dataset.rows, files, header)
+        return SplitRows(dataset.rows, files, header, dataset.report)
     chosen = set(held_out_rows(len(dataset.rows)))
     held = [row for number, row in enumerate(dataset.rows) if number in chosen]
     train = [row for number, row in enumerate(dataset.rows) if number not in chosen]
-    return SplitRows(train, {"": held}, [*header, held_out_line(len(held))])
+    return SplitRows(train, {"": held}, [*header, held_out_line(len(held))], dataset.report)
 
 
 def from_target(
@@ -231,6 +238,7 @@ def from_target(
         count_supervised(split.train, target.vocab_size),
         split.header,
         dataset_hash(split.train),
+        split.report,
     )
 
 
@@ -320,7 +328,28 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
     train.check_teacher(tables.head, final_norm=tables.final_norm)
     counts = count_supervised((train.reader.tokens(n) for n in range(len(parts[0]))), identity["vocab_size"])
     fingerprint = hashlib.sha256(f"{reader.dataset_hash} {parts[0]}".encode()).hexdigest()
-    return RunData(train, source(parts[1]) if parts[1] else None, counts, header, fingerprint)
+    return RunData(train, source(parts[1]) if parts[1] else None, counts, header, fingerprint, report)
+
+
+def length_spread(lengths: Sequence[int], most_bins: int = 24) -> dict[str, list[int]]:
+    """How long rows are, in few numbers.
+
+    Args:
+        lengths: tokens of each row, at least one.
+        most_bins: of the histogram.
+
+    Returns:
+        ``quantiles`` (least, 5 %, 25 %, median, 75 %, 95 %, most), ``edges`` [bins + 1], ``counts`` [bins]: rows with
+        ``edges[i] <= length < edges[i + 1]``.
+    """
+    ordered = sorted(lengths)
+    quantiles = [ordered[round(share * (len(ordered) - 1))] for share in (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)]
+    width = max(1, -(-(ordered[-1] - ordered[0] + 1) // most_bins))
+    edges = list(range(ordered[0], ordered[-1] + 1 + width, width))
+    counts = [0] * (len(edges) - 1)
+    for length in ordered:
+        counts[(length - ordered[0]) // width] += 1
+    return {"quantiles": quantiles, "edges": edges, "counts": counts}
 
 
 def held_out_line(count: int) -> str:

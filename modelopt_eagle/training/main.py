@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from modelopt_eagle.common.console import say, shown
+from modelopt_eagle.common.files import write_whole
+from modelopt_eagle.common.machine import environment
 from modelopt_eagle.recipe import Recipe, as_recipe
 from modelopt_eagle.training.checkpoint import BEST
 from modelopt_eagle.training.given import take
 from modelopt_eagle.training.prechecks import check_files, check_paths
 from modelopt_eagle.training.provenance import check_given
-from modelopt_eagle.training.run import assemble, claim_output, finished_state, make_accelerator
+from modelopt_eagle.training.run import Run, assemble, claim_output, finished_state, make_accelerator
 from modelopt_eagle.training.run_folder import held, sweep
 from modelopt_eagle.training.trainer import OnStep, Trainer, TrainingResult, make_result
 
@@ -66,4 +69,13 @@ def train(
             check_given(recipe, given, state, accelerator.device)
             say_once(f"{folder}: training is complete (step {state['step']})")
             return make_result(folder, state, (folder / BEST).resolve())
-        return Trainer(recipe, assemble(recipe, accelerator, say_once, given), accelerator, on_step).fit()
+        run = assemble(recipe, accelerator, say_once, given)
+        if accelerator.is_main_process:
+            record(folder, run)
+        return Trainer(recipe, run, accelerator, on_step).fit()
+
+
+def record(folder: Path, run: Run) -> None:
+    """Keep for the page of the run what is known now: the account of its data and the machine."""
+    write_whole(folder / "data.json", json.dumps(run.data_account, indent=1) + "\n")
+    write_whole(folder / "environment.json", json.dumps(environment(), indent=1) + "\n")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from modelopt_eagle.training.loss import LossOutput
+
+T = TypeVar("T")
 
 
 class Meter:
@@ -27,7 +31,20 @@ class Meter:
         self.steps = self.tokens = 0
         self._sums: Tensor | None = None
         self._drift: Tensor | None = None
-        self._since = time.monotonic()
+        self._since, self._waited = time.monotonic(), 0.0
+
+    def waiting(self, items: Iterable[T]) -> Iterator[T]:
+        """The items as they come; the time until each is there counts as waiting."""
+        iterator = iter(items)
+        while True:
+            begun = time.monotonic()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waited += time.monotonic() - begun
+            yield item
 
     def add(self, output: LossOutput) -> None:
         """Add a micro-batch (``per_step`` is its share of the step's global mean)."""
@@ -44,8 +61,9 @@ class Meter:
         Returns:
             ``loss`` (decayed sum over rollout steps), ``per_step [K]``, ``accuracy [K]`` (share of supervised
             positions whose draft is the target's choice; a token outside the draft vocabulary is a miss, also where the
-            loss drops it), ``tokens_per_second``, ``seconds_per_step``; with adapters on the target
-            ``preservation_kl``, nats a counted position.
+            loss drops it), ``tokens_per_second``, ``seconds_per_step``, ``waiting`` (share of the time in which the
+            next features were waited for, on the first process; features made in the step count); with adapters on the
+            target ``preservation_kl``, nats a counted position.
         """
         sums, counts, hits = self.accelerator.reduce(self._sums, "sum").tolist()
         seconds = time.monotonic() - self._since
@@ -56,6 +74,7 @@ class Meter:
             "accuracy": [hit / max(count, 1.0) for hit, count in zip(hits, counts, strict=True)],
             "tokens_per_second": self.tokens / max(seconds, 1e-9),
             "seconds_per_step": seconds / self.steps,
+            "waiting": min(self._waited / max(seconds, 1e-9), 1.0),
         }
         if self._drift is not None:
             metrics["preservation_kl"] = float(self.accelerator.reduce(self._drift, "sum")) / self.steps

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from modelopt_eagle.target.load import architecture_of
 from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.training.checkpoint import RECIPE, CheckpointFolder, read_state
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
-from modelopt_eagle.training.data import from_store, from_target
+from modelopt_eagle.training.data import from_store, from_target, length_spread
 from modelopt_eagle.training.given import Given
 from modelopt_eagle.training.head import check_coverage, check_head, continued_head, new_head, rebuild_vocabulary
 from modelopt_eagle.training.own_share import own_share, own_share_line
@@ -51,6 +52,8 @@ class Run:
         provenance: plain values that a resumed run must find again.
         header: what was printed about it.
         adapter: the target's adapters, if they are trained.
+        data_account: plain values on the data: the counts of :class:`~modelopt_eagle.data.DataReport`, and ``lengths``,
+            see :func:`~modelopt_eagle.training.data.length_spread`.
     """
 
     step: TrainingStep
@@ -59,6 +62,7 @@ class Run:
     provenance: dict
     header: list[str]
     adapter: TargetAdapter | None = None
+    data_account: dict[str, Any] = field(default_factory=dict)
 
 
 def make_accelerator(recipe: Recipe):
@@ -205,7 +209,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         "vocabulary": hashlib.sha256(str(head.target_ids.tolist()).encode()).hexdigest()[:16],
         **({"files": data_files(recipe)} if given.data is None else {}),
     }
-    return Run(step, data.train, data.held_out, provenance, header, adapter)
+    account = {**data.report.to_dict(), "lengths": length_spread(data.train.lengths)}
+    return Run(step, data.train, data.held_out, provenance, header, adapter, account)
 
 
 def check_drafter(recipe: Recipe) -> None:

@@ -83,4 +83,5 @@ def from_servers_or_filled_store(
         count_supervised(train, contract.vocab_size),
         header,
         dataset_hash(train),
+        dataset.report,
     )

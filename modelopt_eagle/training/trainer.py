@@ -148,7 +148,7 @@ class Trainer:
         )  # fmt: skip
         try:
             with self.view, StopRequest(self.view.say) as self.request, contextlib.closing(self.windows()) as windows:
-                for index, window in windows:
+                for index, window in self.meter.waiting(windows):
                     if not self.go_on(index, window):
                         break
                     self.optimise(index, window)

@@ -289,7 +289,7 @@ def diagnose(
     max_new_tokens: int = 64,
     say: Callable[[str], None] = lambda line: None,
 ) -> Diagnosis:
-    """Try the usual wrong conventions on a head.
+    """Try the usual wrong conventions on a head; returns what each of them gives.
 
     Args:
         target: a loaded :class:`~modelopt_eagle.target.Target`.

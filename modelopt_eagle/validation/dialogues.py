@@ -15,6 +15,25 @@ from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One answer, step by step.
+
+    Attributes:
+        question: the user's turn.
+        context: tokens before the answer.
+        pieces: what each verification step wrote: the text of the accepted drafted tokens, and that of the target's own
+            token behind them. The first piece is the token of the prompt's pass, which nothing drafted.
+        accepted: accepted drafted tokens of each step, one entry fewer than ``pieces``; also those that were cut off
+            behind ``max_new_tokens``.
+    """
+
+    question: str
+    context: int
+    pieces: list[tuple[str, str]]
+    accepted: list[int]
+
+
 @dataclass
 class Dialogue:
     """A prompt being answered, with what its drafts were worth.
@@ -26,6 +45,7 @@ class Dialogue:
         contexts: tokens of the text that each of these steps stood behind.
         tokens: new tokens, over all turns.
         too_long: turns left out because they do not fit the target's window.
+        answers: each turn's answer, step by step.
     """
 
     prompt: Prompt
@@ -34,6 +54,7 @@ class Dialogue:
     contexts: list[int] = field(default_factory=list)
     tokens: int = 0
     too_long: int = 0
+    answers: list[Answer] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -135,6 +156,8 @@ def _take(target: Target, dialogues: list[Dialogue], inputs: list[list[int]], ou
             dialogue.contexts.append(place)
             place += 1 + count
         dialogue.tokens += len(tokens)
+        question = dialogue.messages[-1].content
+        dialogue.answers.append(Answer(question, len(ids), pieces(target.tokenizer, tokens, accepted), list(accepted)))
         dialogue.messages.append(_said(target, dialogue, tokens))
 
 
@@ -147,6 +170,32 @@ def _said(target: Target, dialogue: Dialogue, tokens: list[int]) -> Message:
         target.tokenizer, dialogue.messages, tokens, cut=not tokens or tokens[-1] not in ends, end_token_ids=ends,
         tools=prompt.tools, arguments=prompt.template_arguments,
     )  # fmt: skip
+
+
+def pieces(tokenizer: Any, tokens: Sequence[int], accepted: Sequence[int]) -> list[tuple[str, str]]:
+    """The text of an answer as its steps wrote it; put together it is the whole, special tokens included.
+
+    A character whose bytes two tokens share belongs to the one that ends it.
+
+    Args:
+        tokenizer: the target's.
+        tokens: of the answer, the first one from the prompt's pass.
+        accepted: accepted drafted tokens of each step.
+
+    Returns:
+        ``(accepted text, own text)`` of the first token and of each step.
+    """
+    ends = [0, min(1, len(tokens))]  # where the accepted and the own tokens of each piece end
+    for count in accepted:
+        ends += [min(ends[-1] + count, len(tokens)), min(ends[-1] + count + 1, len(tokens))]
+    written, parts = "", []
+    for end in ends:
+        text = tokenizer.decode(tokens[:end], clean_up_tokenization_spaces=False)
+        if end < len(tokens):
+            text = text.rstrip("\ufffd")  # the beginning of a character
+        parts.append(text[len(written) :])
+        written = text
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def prompt_inputs(

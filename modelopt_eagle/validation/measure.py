@@ -127,6 +127,7 @@ def measure_acceptance(
         speed=speed[0] if speed else None,
         first_prompt=target.tokenizer.decode(first_turn(target, prompts[0])),
         notes=generator.notes,
+        dialogues=answered,
     )
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.common.files import write_whole
+from modelopt_eagle.common.machine import machine_line
 from modelopt_eagle.decoding import DraftPlan, SamplingOptions
+from modelopt_eagle.validation.dialogues import Dialogue
 from modelopt_eagle.validation.speed import Speed
 
 JSON_FIELDS = (
@@ -53,6 +55,7 @@ class AcceptanceReport:
         by_context: steps and acceptance length by tokens before a step.
         sampling: temperature and filters of the answers; ``None``: greedy.
         sample_drafts: whether drafts were drawn, too.
+        dialogues: what was asked and answered, step by step.
     """
 
     acceptance_length: float
@@ -77,6 +80,7 @@ class AcceptanceReport:
     by_context: dict[str, tuple[int, float]] = field(default_factory=dict)
     sampling: SamplingOptions | None = None
     sample_drafts: bool = False
+    dialogues: Sequence[Dialogue] = ()
 
     def to_dict(self) -> dict:
         """The fields of ``acceptance.json``; ``costs`` if speed was measured, ``sweep`` and ``best`` after a sweep."""
@@ -91,7 +95,7 @@ class AcceptanceReport:
         if self.sampling is not None and not self.sampling.greedy:
             data["sampling"] = {**asdict(self.sampling), "sample_drafts": self.sample_drafts}
         if self.speed is not None:
-            data["costs"] = cost_fields(self.speed)
+            data["costs"] = cost_fields(self.speed) | {"machine": machine_line()}
         if self.sweep is not None:
             data["sweep"] = self.sweep
             data["best"] = best_setting(self.sweep)
@@ -102,6 +106,23 @@ class AcceptanceReport:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+    def dialogue_rows(self) -> list[dict]:
+        """The dialogues as plain values: ``id, category, turns``, each turn with the fields of ``Answer``."""
+        return [
+            {
+                "id": dialogue.prompt.id,
+                "category": dialogue.prompt.category,
+                "turns": [asdict(answer) for answer in dialogue.answers],
+            }
+            for dialogue in self.dialogues
+        ]
+
+    def write_dialogues(self, path: str | Path) -> Path:
+        """Write :meth:`dialogue_rows` as JSON lines, whole or not at all; returns the file."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_whole(path, "".join(json.dumps(row) + "\n" for row in self.dialogue_rows()))
 
     def table(self) -> str:
         """Category by category, then all, then what else was found."""

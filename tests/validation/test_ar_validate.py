@@ -49,7 +49,7 @@ def test_script_prints_the_table_and_writes_both_reports(folders):
     assert data["prompts"] == 2 and len(data["per_position"]) == 3 and set(data["per_category"]) == {"writing", "math"}
     assert f"{data['acceptance_length']:.3f}" in run.stdout
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3 and "By position" in page and "&lt;|im_start|&gt;user" in page
+    assert page.count("<svg") == 4 and "By position" in page and "&lt;|im_start|&gt;user" in page
 
 
 @pytest.mark.parametrize(("word", "code"), [("on", 2), ("off", 0)])
@@ -96,7 +96,7 @@ def test_tree_and_sweep(folders, capsys, monkeypatch):
     assert speeds == sorted(speeds, reverse=True)
     assert data["draft"] == {"mode": "tree", "topk": 2, "depth": 4, "num_nodes": 9}
     text = page.read_text()
-    assert text.count("data:image/png;base64,") == 4 and "By depth" in text and "Best on this machine" in text
+    assert text.count("<svg") == 5 and "By depth" in text and "Best on this machine" in text
     assert "tree of topk 2, depth 4, 9 nodes" in text and "tree of topk 2, depth 4, 9 nodes" in printed
     shape = {key: value for key, value in data["sweep"][0].items() if key in ("mode", "num_steps", "topk")}
     assert data["best"] == {"mode": "plain"} or shape.items() <= data["best"].items()

@@ -11,6 +11,7 @@ from modelopt_eagle.common.acceptance import (
     bootstrap_interval,
     by_context,
     conditional_rates,
+    paired_difference,
     prefix_shares,
     request_mean,
 )
@@ -18,7 +19,7 @@ from modelopt_eagle.data import Prompt
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, SamplingOptions
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.validation import measure_acceptance
-from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, prompt_ids
+from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, pieces, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,46 @@ def test_turns_that_do_not_fit_are_counted(target, good_head, prompts):
         measure_acceptance(target, good_head, [long], max_new_tokens=32, speedup_prompts=0)
     with pytest.raises(DataError, match="no prompts"):
         measure_acceptance(target, good_head, [], max_new_tokens=32)
+
+
+def test_the_pieces_of_an_answer_are_its_text_step_by_step(target, good_head, prompts, report, tmp_path):
+    rows = [json.loads(line) for line in report.write_dialogues(tmp_path / "dialogues.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == [prompt.id for prompt in prompts]
+    for row, dialogue in zip(rows, report.dialogues, strict=True):
+        assert [turn["question"] for turn in row["turns"]] == list(dialogue.prompt.turns)
+        assert sum((turn["accepted"] for turn in row["turns"]), []) == dialogue.accepted
+        for turn in row["turns"]:
+            assert len(turn["pieces"]) == 1 + len(turn["accepted"]) and turn["pieces"][0][0] == ""
+    first = rows[0]["turns"][0]
+    assert first["context"] == len(first_turn(target, prompts[0]))
+
+
+def test_a_character_of_two_tokens_belongs_to_the_step_that_ends_it(target):
+    tokens = target.tokenizer("aäb€c", add_special_tokens=False)["input_ids"]  # bytes: 1 + 2 + 1 + 3 + 1
+    assert pieces(target.tokenizer, tokens, [1, 0, 2, 0]) == [("", "a"), ("", "ä"), ("", "b"), ("", "€"), ("", "c")]
+    assert pieces(target.tokenizer, tokens[:3], [5]) == [("", "a"), ("ä", "")]
+    assert pieces(target.tokenizer, tokens[:2], []) == [("", "a")] and pieces(target.tokenizer, [], []) == [("", "")]
+    noise = torch.randint(0, 247, (80,), generator=torch.Generator().manual_seed(1)).tolist()
+    accepted = [3, 0, 1, 2] * 10
+    found = pieces(target.tokenizer, noise, accepted)
+    assert "".join(map("".join, found)) == target.tokenizer.decode(noise, clean_up_tokenization_spaces=False)
+
+
+def test_paired_differences_know_noise_from_a_gain():
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.poisson(torch.full((30,), 1.0 + 0.5 * (i % 3)), generator=generator).tolist() for i in range(40)]
+    better = [[n + 1 for n in row[::2]] for row in first]
+    found = paired_difference(first, better)
+    assert found.difference == pytest.approx(acceptance_length(better) - acceptance_length(first))
+    assert found.ci95[0] > 0 and found.p_value < 0.01 and found.prompts == 40
+    same = paired_difference(first, first)
+    assert same.difference == 0 and same.p_value == 1 and same.ci95 == (0, 0)
+    small = 0
+    for trial in range(100):
+        rows = [[torch.poisson(torch.ones(20), generator=generator).tolist() for _ in range(15)] for _ in range(2)]
+        small += paired_difference(*rows, seed=trial, rounds=200).p_value < 0.05
+    assert small <= 12  # 5 are expected
+    assert paired_difference([[]], [[1]]).prompts == 0 and paired_difference([], []).p_value == 1
 
 
 def test_json_has_exactly_the_fields_named(report, tmp_path):

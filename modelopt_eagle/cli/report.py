@@ -1,0 +1,55 @@
+"""Make the page of a run, or compare several runs on one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from modelopt_eagle.errors import CheckpointError
+
+EXAMPLES = """examples:
+  modelopt-eagle report ckpts/quickstart-eagle3
+  modelopt-eagle report --compare ckpts/first ckpts/second --output compared.html"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="modelopt-eagle report", description=__doc__, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("run", nargs="*", metavar="RUN", help="output folder of a run")
+    parser.add_argument(
+        "--compare", action="store_true", help="several runs on one page, each held against the first, prompt by prompt"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: RUN/report/index.html; compared.html for several)",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns 0.
+
+    Raises:
+        CheckpointError: a folder that holds no run, or not as many as are needed.
+    """
+    arguments = build_parser().parse_args(argv)
+    if not arguments.compare and len(arguments.run) != 1:
+        raise CheckpointError(
+            f"expected the output folder of one run, found {len(arguments.run)}; several are compared with --compare"
+        )
+    from modelopt_eagle.report import read_run, write_comparison, write_page
+
+    if arguments.compare:
+        page, table = write_comparison(arguments.run, arguments.output or Path("compared.html"))
+        print(table)
+    else:
+        folder = Path(arguments.run[0])
+        file = arguments.output or folder / "report" / "index.html"
+        page = write_page(read_run(folder), file.parent, file.name)
+    print(f"wrote {page}")
+    return 0
