@@ -32,7 +32,13 @@ class RowLayer(CacheLayerMixin):
         """Allocate for the shapes of the first keys and values; zeros, as a masked NaN would still spread."""
         values = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.regions = self.place.allocate("keys", key_states), self.place.allocate("values", values)
+        heads = key_states.shape[1]
+        if key_states.shape == values.shape:  # side by side, so that both are moved at once
+            pool, first = self.place.allocate("both", key_states, 2 * heads)
+            self.regions = (pool, first, heads), (pool, first + heads, heads)
+        else:
+            keys, own = self.place.allocate("keys", key_states, heads), values.shape[1]
+            self.regions = (*keys, heads), (*self.place.allocate("values", values, own), own)
         self.bind()
         self.is_initialized = True
 
@@ -73,8 +79,9 @@ class RowLayer(CacheLayerMixin):
 class Placement:
     """The buffers of all layers, and where the next forward pass writes in them.
 
-    Layers of equal shape share one tensor ``[B, heads of all layers, capacity, d]`` for keys and one for values, of
-    which each sees its heads, so that moving an accepted path is one operation for the whole model.
+    Layers of equal shape share one tensor ``[B, heads of all layers, capacity, d]``, of which each sees its heads, so
+    that moving an accepted path is one operation for the whole model. Keys and values lie in one if their widths agree
+    (not so with latents), else in one each.
 
     Attributes:
         start: the slot of the first new token when all rows agree, else ``None``.
@@ -93,9 +100,9 @@ class Placement:
         self.pools: list[Tensor] = []
         self._open: dict[tuple, tuple[int, int]] = {}  # kind of state -> its pool and the layers already in it
 
-    def allocate(self, role: str, like: Tensor) -> tuple[int, int, int]:
-        """Room for a layer's states ``[B, heads, n, d]``: pool, first head, heads."""
-        batch, heads, _, dim = like.shape
+    def allocate(self, role: str, like: Tensor, heads: int) -> tuple[int, int]:
+        """Room for ``heads`` heads of a layer's states ``[B, heads, n, d]``: pool and first head."""
+        batch, _, _, dim = like.shape
         kind = role, heads, dim, like.dtype, like.device
         pool, used = self._open.get(kind, (len(self.pools), 0))
         if used == 0 or used >= self.shared:
@@ -104,7 +111,7 @@ class Placement:
             pool, used = len(self.pools), 0 if first_of_role else self.shared
             self.pools.append(like.new_zeros(batch, layers * heads, self.capacity, dim))
         self._open[kind] = pool, used + 1
-        return pool, (used * heads if used < self.shared else 0), heads
+        return pool, used * heads if used < self.shared else 0
 
     def view(self, region: tuple[int, int, int]) -> Tensor:
         """``[B, heads, capacity, d]`` of a region."""
