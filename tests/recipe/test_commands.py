@@ -103,3 +103,14 @@ def test_a_closed_pipe_is_no_error():
     code = "from modelopt_eagle.cli.main import main; import sys; sys.exit(main(['--help']))"
     done = subprocess.run(["bash", "-c", f'set -o pipefail; {sys.executable} -c "{code}" | true'], capture_output=True)
     assert b"Traceback" not in done.stderr
+
+
+def test_data_beside_offline_data_is_not_ignored():
+    from modelopt_eagle.errors import RecipeError
+    from modelopt_eagle.recipe import train_recipe
+
+    both = ["--data", "chats.jsonl", "--offline_data", "store"]
+    with pytest.raises(RecipeError, match="--data and --offline_data are both given"):
+        train_recipe(both)
+    filled = train_recipe([*both, "data.on_missing=skip"])
+    assert (filled.data.train_path, filled.data.offline_data_path) == ("chats.jsonl", "store")
