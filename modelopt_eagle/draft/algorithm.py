@@ -31,7 +31,7 @@ from modelopt_eagle.draft.vocab import DraftVocab
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.kernels.recorder import Recorder
 
-SHIPPED = ("eagle3", "peagle")
+SHIPPED = ("eagle3", "peagle", "dflash")
 """Drafters of this package; ``draft/<name>/algorithm.py`` is read when one is asked for."""
 
 
@@ -138,6 +138,10 @@ class Cost:
     output: int
 
 
+def _of_the_recipe(*given: Any) -> None:
+    """Nothing of its own: what the recipe says."""
+
+
 def _accept(*given: Any) -> None:
     """Nothing to refuse, nothing to fill in."""
 
@@ -186,6 +190,10 @@ class Algorithm:
             :class:`~modelopt_eagle.errors.DecodingError` for one that the head cannot draft.
         shares: settings to the share of the positions that each of the K depths trains; ``None``: all.
         file_keys: fields of the configuration that the universal checkpoint carries for this drafter alone.
+        decay: settings to the weight base of the depths where ``eagle.loss_decay`` is not given; ``None``: the
+            convention's.
+        weigh: ``(module, view, predictions, states, settings)`` to factors ``[n]`` on the loss terms that follow from
+            the states, made without a gradient; ``None``: those of the plan.
         trees: whether it drafts trees.
         shares_context: whether a batch can be shared over processes by positions.
     """
@@ -213,6 +221,8 @@ class Algorithm:
     check_plan: Callable[[Any, DraftPlan], list[str]] = _no_notes
     shares: Callable[[Any], Sequence[float]] | None = None
     file_keys: tuple[str, ...] = ()
+    decay: Callable[[Any], float | None] = _of_the_recipe
+    weigh: Callable[..., Tensor | None] = _of_the_recipe
     trees: bool = True
     shares_context: bool = True
 

@@ -80,7 +80,7 @@ class _ColumnAttention(torch.autograd.Function):
     """In-place arithmetic on one chunk of scores at a time; a pass over them costs as much as a product."""
 
     @staticmethod
-    def forward(ctx, q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float):
+    def forward(ctx, q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float, sees: Tensor | None):
         n, heads, _ = q.shape
         groups = keys.shape[1]
         q = q * scale
@@ -88,7 +88,7 @@ class _ColumnAttention(torch.autograd.Function):
         lse = q.new_empty(n, heads, dtype=torch.float32)  # [n,h]
         for chunk in plan.chunks:
             first, last, low, high = chunk
-            logits, column = _chunk_logits(q, keys, column_keys, plan, chunk)  # [g,r,c,m] [g,r,c,k]
+            logits, column = _chunk_logits(q, keys, column_keys, plan, chunk, sees)  # [g,r,c,m] [g,r,c,k]
             peak = logits.amax(-1, keepdim=True)  # [g,r,c,1]; the own step-0 row is always seen
             if column.shape[-1]:
                 peak = torch.maximum(peak, column.amax(-1, keepdim=True))
@@ -102,7 +102,7 @@ class _ColumnAttention(torch.autograd.Function):
             out[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
             lse[first:last] = (peak + total.log())[..., 0].permute(2, 0, 1).flatten(1, 2)
         ctx.save_for_backward(q, keys, values, column_keys, column_values, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale, ctx.sees = plan, scale, sees
         return out
 
     @staticmethod
@@ -116,7 +116,7 @@ class _ColumnAttention(torch.autograd.Function):
         delta = (grad.float() * out.float()).sum(-1)  # [n,h]
         for chunk in ctx.plan.chunks:
             first, last, low, high = chunk
-            logits, column = _chunk_logits(q, keys, column_keys, ctx.plan, chunk)  # [g,r,c,m] [g,r,c,k]
+            logits, column = _chunk_logits(q, keys, column_keys, ctx.plan, chunk, ctx.sees)  # [g,r,c,m] [g,r,c,k]
             total = _by_group(lse[first:last, :, None], groups)  # [g,r,c,1]
             offset = _by_group(delta[first:last, :, None], groups)  # [g,r,c,1]
             upstream = _by_group(grad[first:last], groups)  # [g,r,c,dv]
@@ -136,7 +136,7 @@ class _ColumnAttention(torch.autograd.Function):
                 grad_ck[first:last] = torch.einsum("grck,grcd->ckgd", score, queries)
                 grad_cv[first:last] = torch.einsum("grck,grcd->ckgd", weights.to(q.dtype), upstream)
             grad_q[first:last] = result.permute(2, 0, 1, 3).flatten(1, 2)
-        return grad_q.mul_(ctx.scale), grad_k, grad_v, grad_ck, grad_cv, None, None
+        return grad_q.mul_(ctx.scale), grad_k, grad_v, grad_ck, grad_cv, None, None, None
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -144,7 +144,7 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
 
 
-def _chunk_logits(q, keys, column_keys, plan, chunk) -> tuple[Tensor, Tensor]:
+def _chunk_logits(q, keys, column_keys, plan, chunk, sees) -> tuple[Tensor, Tensor]:
     """Scores of one chunk of scaled queries, float32 and free to overwrite.
 
     Returns:
@@ -155,7 +155,10 @@ def _chunk_logits(q, keys, column_keys, plan, chunk) -> tuple[Tensor, Tensor]:
     logits = queries.flatten(1, 2) @ keys[low:high].permute(1, 2, 0)  # [g,r·c,m]
     logits = logits.float().unflatten(1, queries.shape[1:3])
     logits.masked_fill_(~plan.mask(first, last, low, high), float("-inf"))
-    return logits, torch.einsum("grcd,ckgd->grck", queries, column_keys[first:last]).float()
+    column = torch.einsum("grcd,ckgd->grck", queries, column_keys[first:last]).float()
+    if sees is not None:
+        column = column.masked_fill(~sees[None, :, None], float("-inf"))
+    return logits, column
 
 
 def column_attention(
@@ -166,6 +169,7 @@ def column_attention(
     column_values: Tensor,
     plan: QueryPlan,
     scale: float,
+    sees: Tensor | None = None,
 ) -> Tensor:
     """One softmax over the visible step-0 keys and the anchor's own column.
 
@@ -175,11 +179,12 @@ def column_attention(
         column_keys, column_values: ``[n, k, kv_heads, dk]``, ``[n, k, kv_heads, dv]`` of the anchor's steps 1..k.
         plan: which keys each query sees.
         scale: factor on ``q·k``.
+        sees: ``[heads / kv_heads, k]`` bool, which keys of the column each query head of a group sees; ``None``: all.
 
     Returns:
         ``[n, heads, dv]``. Scores and softmax are float32 whatever the inputs.
     """
-    return _ColumnAttention.apply(q, keys, values, column_keys, column_values, plan, scale)
+    return _ColumnAttention.apply(q, keys, values, column_keys, column_values, plan, scale, sees)
 
 
 def dense_column_attention(q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,13 @@ class DraftModule(nn.Module):
     def output_weights(self, depths: int) -> Sequence[Tensor]:
         """Of each depth the matrix ``[Vd, H]`` that makes logits of a state; here one ``lm_head`` for all of them."""
         return [self.lm_head.weight] * depths
+
+    def meet_target(self, rows: Callable[[Tensor], Tensor]) -> None:
+        """Take over what the head shares with its target; nothing here. Called whenever the two come together.
+
+        Args:
+            rows: target ids ``[n]`` to the target's output rows ``[n, Ht]``.
+        """
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile what has a fixed shape of computation with ``torch.compile``; nothing here.

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from modelopt_eagle.draft.module import EagleModule
+
+class CachedHead(Protocol):
+    """A head whose layers keep keys and values."""
+
+    fc: nn.Linear
+    layers: Any
 
 
 class DraftCache:
@@ -24,7 +30,7 @@ class DraftCache:
         self.keys, self.values = list(keys), list(values)
 
     @classmethod
-    def allocate(cls, module: EagleModule, batch: int, capacity: int) -> DraftCache:
+    def allocate(cls, module: CachedHead, batch: int, capacity: int) -> DraftCache:
         """Zeros for ``batch`` rows of ``capacity`` slots, as the head's layers need them."""
         parts = [layer.self_attn for layer in module.layers]
         weight = module.fc.weight

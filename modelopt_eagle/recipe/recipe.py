@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.sections import (
     DataSection,
+    DFlashSection,
     DrafterSection,
     EagleSection,
     ExportSection,
@@ -42,6 +43,7 @@ class Recipe(Section):
     training: TrainingSection = Field(default_factory=TrainingSection)
     eagle: EagleSection = Field(default_factory=EagleSection)
     peagle: PEagleSection = Field(default_factory=PEagleSection)
+    dflash: DFlashSection = Field(default_factory=DFlashSection)
     target_lora: TargetLoraSection = Field(default_factory=TargetLoraSection)
     validation: ValidationSection = Field(default_factory=ValidationSection)
     export: ExportSection = Field(default_factory=ExportSection)

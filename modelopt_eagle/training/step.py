@@ -99,18 +99,23 @@ class TrainingStep(nn.Module):
         self.bf16 = precision == "bf16"
         self.states: StateSource = CapturedStates() if states is None else states
         self.sharing: Sharing = Whole() if sharing is None else sharing
+        module.meet_target(tables.lm_head.__getitem__)
         self.adapters = nn.ParameterList(self.states.parameters())  # the target itself is no part of the module
         self._to_draft: Tensor | None = None
 
     def renew_rows(self) -> None:
         """Take the teacher's rows anew, after another vocabulary map was loaded into the head."""
         self.tables = replace(self.tables, rows=self.tables.lm_head[self.module.target_ids])
+        self.module.meet_target(self.tables.lm_head.__getitem__)
         self._to_draft = None
 
     @property
     def decay(self) -> float:
-        """Weight base of the depths."""
-        return self.rule.decay if self.eagle.loss_decay is None else self.eagle.loss_decay
+        """Weight base of the depths: the recipe's, else the drafter's, else the convention's."""
+        if self.eagle.loss_decay is not None:
+            return self.eagle.loss_decay
+        own = self.algorithm.decay(self.settings)
+        return self.rule.decay if own is None else own
 
     @property
     def in_vocab_only(self) -> bool:
@@ -162,6 +167,9 @@ class TrainingStep(nn.Module):
         kind = LossKind(self.eagle.loss == "lk", self.eagle.lk_eta, self.rule.subtract_entropy)
         with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             states = self.algorithm.states(self.module, view, predictions, self.settings, generator)  # [n,H]
+            weight = self.algorithm.weigh(self.module, view, predictions, states, self.settings)
+            if weight is not None:
+                predictions = replace(predictions, weight=weight)
             total, sums, hits = prediction_loss(
                 states, predictions, self.module.output_weights(steps), teacher, self.to_draft(), weights, kind
             )

@@ -125,6 +125,7 @@ def test_every_key_is_read_outside_the_schema():
         "training": {"training", "settings"},
         "eagle": {"eagle"},
         "peagle": {"peagle"},
+        "dflash": {"dflash", "own", "section"},
         "target_lora": {"target_lora", "lora"},
         "validation": {"validation", "section"},
         "export": {"export", "section"},

@@ -90,10 +90,10 @@ def attend(
     Returns:
         ``[n, heads·dv]``.
     """
-    parts = []
+    parts, (keys, values) = [], context
     for part, queries in zip(asking, q.split([part.count for part in asking]), strict=True):
-        own = (masks[0][part.column], masks[1][part.column])  # [c,d,kv_heads,dk], [c,d,kv_heads,dv]
-        parts.append(column_attention(queries, *context, *own, part.plan, scale))
+        own_k, own_v = masks[0][part.column], masks[1][part.column]  # [c,d,kv_heads,dk], [c,d,kv_heads,dv]
+        parts.append(column_attention(queries, keys, values, own_k, own_v, part.plan, scale))
     return torch.cat(parts).flatten(-2)
 
 

@@ -2,6 +2,7 @@
 
 from modelopt_eagle.recipe.sections.base import Section
 from modelopt_eagle.recipe.sections.data import DataSection
+from modelopt_eagle.recipe.sections.dflash import DFlashSection
 from modelopt_eagle.recipe.sections.drafter import DrafterSection
 from modelopt_eagle.recipe.sections.eagle import EagleSection
 from modelopt_eagle.recipe.sections.export import ExportSection
@@ -12,6 +13,7 @@ from modelopt_eagle.recipe.sections.training import TrainingSection
 from modelopt_eagle.recipe.sections.validation import ValidationSection
 
 __all__ = [
+    "DFlashSection",
     "DataSection",
     "DrafterSection",
     "EagleSection",

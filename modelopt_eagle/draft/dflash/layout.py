@@ -1,0 +1,133 @@
+"""The folder of a DFlash head: what vLLM's ``DFlashDraftModel`` and the tools of z-lab read.
+
+The captured layers are named once, as outputs of layer k (``dflash_config.target_layer_ids``); an ``eagle_config``
+beside them would win in vLLM, even an empty one. The number of drafted tokens is the engine's own setting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelopt_eagle.draft.dflash.config import DFlashConfig
+from modelopt_eagle.draft.dflash.module import DFlashModule
+from modelopt_eagle.errors import CheckpointError
+
+ARCHITECTURE = "DFlashDraftModel"
+SAME_NAME = (
+    "hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers", "rms_norm_eps", "max_position_embeddings", "vocab_size", "draft_vocab_size", "hidden_act",
+    "attention_bias", "bos_token_id", "eos_token_id", "pad_token_id", "block_size",
+)  # fmt: skip
+RECORD = ("target_name", "target_model_type", "tokenizer_hash", "training_length", "extra")
+NORM_FAULT = (
+    "vLLM 0.32 on a CPU norms the context keys of every draft layer with the weights of the first one. That lowers the "
+    "acceptance of heads of several layers; the text stays the target's."
+)
+
+
+class DFlashLayout:
+    """Writes and reads such folders, see :class:`~modelopt_eagle.draft.algorithm.Layout`."""
+
+    engines: tuple[str, ...] = ("vllm",)
+
+    def write(self, module: DFlashModule, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and ``config.json``; a shared output layer and an identity map are left out."""
+        config, vocab = module.config, module.vocab
+        left_out = {"d2t", "t2d", *(["lm_head.weight"] if config.shares_head else [])}
+        tensors = {
+            name: tensor.detach().to("cpu", dtype).contiguous().clone()
+            for name, tensor in module.state_dict().items()
+            if name not in left_out
+        }
+        if not vocab.is_identity:
+            tensors |= {"d2t": vocab.d2t.cpu().clone(), "t2d": vocab.t2d.cpu().clone()}
+        theta, scaling = float(config.rope_theta), config.rope_scaling
+        named = str(dtype).removeprefix("torch.")
+        data: dict[str, Any] = {
+            "architectures": [ARCHITECTURE],
+            "model_type": "qwen3",
+            "torch_dtype": named,
+            "dtype": named,
+            "tie_word_embeddings": False,
+            **{name: getattr(config, name) for name in SAME_NAME},
+            "rope_theta": theta,
+            "rope_scaling": dict(scaling) if scaling else None,
+            "rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
+            "dflash_config": {
+                "mask_token_id": config.mask(),
+                "target_layer_ids": list(config.aux_layer_ids),
+                "causal": config.causal,
+            },
+        }
+        if not config.shares_head:
+            data["has_own_lm_head"] = True
+        record = {name: getattr(config, name) for name in RECORD if getattr(config, name)}
+        data["modelopt_eagle"] = {"format": 1, **record}
+        return tensors, data
+
+    def recognises(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        """Told by the architecture."""
+        return ARCHITECTURE in (config.get("architectures") or ())
+
+    def read(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], where: str
+    ) -> tuple[DFlashConfig, dict[str, Tensor]]:
+        """The configuration, and tensors under the module's names.
+
+        Raises:
+            CheckpointError: no layers or mask token named, a window, or another architecture of the layers.
+        """
+        block = config.get("dflash_config") or {}
+        missing = [name for name in ("mask_token_id", "target_layer_ids") if block.get(name) is None]
+        if missing:
+            raise CheckpointError(f"{where}: dflash_config does not say {', '.join(missing)}")
+        if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+            raise CheckpointError(f"{where}: its layers see a window of the context; DFlash heads here see all of it")
+        record = config.get("modelopt_eagle") or {}
+        vocabulary = int(config["vocab_size"])
+        shares = "lm_head.weight" not in tensors
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 1e6)
+        kind = rope.pop("type", None) or rope.get("rope_type", "default")
+        values = {name: config[name] for name in SAME_NAME if config.get(name) is not None}
+        values.setdefault("target_hidden_size", config["hidden_size"])
+        values.setdefault("draft_vocab_size", len(tensors["d2t"]) if "d2t" in tensors else vocabulary)
+        values.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        read = DFlashConfig(
+            **values,
+            aux_layer_ids=tuple(block["target_layer_ids"]),
+            causal=bool(block.get("causal", False)),
+            mask_token_id=int(block["mask_token_id"]),
+            rope_theta=theta,
+            rope_scaling=None if kind == "default" else {**rope, "rope_type": kind},
+            own_embedding="embed_tokens.weight" in tensors,
+            shares_head=shares,
+            **{name: record[name] for name in RECORD if name in record},
+        )
+        tensors = dict(tensors)
+        if shares:  # filled with the target's rows when the two meet
+            width = tensors["fc.weight"]
+            tensors["lm_head.weight"] = width.new_zeros(read.draft_vocab_size, read.hidden_size)
+        return read, tensors
+
+    def serve_lines(self, config: DFlashConfig, data: dict[str, Any]) -> list[str]:
+        """How vLLM serves such a folder, for the card."""
+        drafted = config.block_size - 1
+        lines = [
+            "```bash",
+            f"vllm serve {config.target_name or 'TARGET'} --speculative-config \\",
+            f'  \'{{"method": "dflash", "model": "THIS_FOLDER", "num_speculative_tokens": {drafted}}}\'',
+            "```",
+        ]
+        if not config.causal:
+            lines += [
+                "",
+                f"The block is bidirectional and was trained with {drafted} drafted tokens: another "
+                "`num_speculative_tokens` is nothing it has seen.",
+            ]
+        if config.num_hidden_layers > 1:
+            lines += ["", NORM_FAULT]
+        return lines
