@@ -71,12 +71,13 @@ def devices() -> str:
     """Accelerators that torch sees."""
     import torch
 
-    if not torch.accelerator.is_available():
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
         return "no accelerator"
     if not torch.cuda.is_available():
-        return f"{torch.accelerator.device_count()} of {torch.accelerator.current_accelerator().type}"
+        return f"{torch.accelerator.device_count()} of {found.type}"
     parts = []
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        parts.append(f"{found.name} ({found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor})")
+        card = torch.cuda.get_device_properties(index)
+        parts.append(f"{card.name} ({card.total_memory / 2**30:.0f} GiB, sm_{card.major}{card.minor})")
     return "; ".join(parts) + f", CUDA {torch.version.cuda}"
