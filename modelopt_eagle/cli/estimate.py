@@ -154,7 +154,7 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     later = sum(shares[1:]) * supervised
     below = cost.every_token * tokens + cost.every_prediction * later
     head_flops = 6 * below + (6 * sum(shares) + 2) * cost.output * supervised
-    total = cost.every_token + cost.output
+    total = cost.every_token + cost.output if cost.parameters is None else cost.parameters
     return Estimate(
         target_parameters=target_parameters,
         head_parameters=total,

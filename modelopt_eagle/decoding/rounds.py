@@ -18,7 +18,7 @@ from modelopt_eagle.decoding.requests import Request
 from modelopt_eagle.decoding.sampling import shape_probabilities
 from modelopt_eagle.decoding.target_runner import TargetRunner
 from modelopt_eagle.decoding.walk import draw_uniforms
-from modelopt_eagle.draft.algorithm import Drafter, DrawingLoop
+from modelopt_eagle.draft.algorithm import Drafter, DrawingLoop, algorithm_of
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.draft.trees import RoundTree, SampledDraft
@@ -139,6 +139,7 @@ class DraftedRounds(Rounds):
             raise DecodingError(
                 f"{type(self.loop).__name__} drafts the likeliest tokens only: leave sample_drafts at False"
             )
+        self.reads_final = algorithm_of(draft.config).final_state
         self.sees, self.depths = causal(plan.num_nodes, target.device)  # of a chain
 
     def __enter__(self):
@@ -158,7 +159,8 @@ class DraftedRounds(Rounds):
         """One round: at least one token a row, up to D+1."""
         begun = time.perf_counter()
         committed = [length - count for length, count in zip(self.lengths, self.counts, strict=True)]
-        self.loop.commit(self.pending, self.features, committed, self.counts)
+        features = self.target.final_norm(self.features) if self.reads_final else self.features
+        self.loop.commit(self.pending, features, committed, self.counts)
         drafts = self._draft(requests)  # [B,K], or a tree
         drafted = time.perf_counter()
         if isinstance(drafts, SampledDraft):

@@ -31,7 +31,7 @@ from modelopt_eagle.draft.vocab import DraftVocab
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.kernels.recorder import Recorder
 
-SHIPPED = ("eagle3", "peagle", "dflash")
+SHIPPED = ("eagle3", "peagle", "medusa", "dflash")
 """Drafters of this package; ``draft/<name>/algorithm.py`` is read when one is asked for."""
 
 
@@ -131,11 +131,13 @@ class Cost:
         every_token: weights that each token of a row meets once.
         every_prediction: weights below the output layer that each prediction meets once more.
         output: weights of the output layer, met at each prediction.
+        parameters: weights in all; ``None``: those of a token and of the output.
     """
 
     every_token: int
     every_prediction: int
     output: int
+    parameters: int | None = None
 
 
 def _of_the_recipe(*given: Any) -> None:
@@ -194,6 +196,8 @@ class Algorithm:
             convention's.
         weigh: ``(module, view, predictions, states, settings)`` to factors ``[n]`` on the loss terms that follow from
             the states, made without a gradient; ``None``: those of the plan.
+        final_state: whether it reads the target's final state (its last layer, after the norm) where others read the
+            captured layers; the loop's ``aux_hidden`` is then ``[B, m, Ht]`` of those.
         trees: whether it drafts trees.
         shares_context: whether a batch can be shared over processes by positions.
     """
@@ -223,6 +227,7 @@ class Algorithm:
     file_keys: tuple[str, ...] = ()
     decay: Callable[[Any], float | None] = _of_the_recipe
     weigh: Callable[..., Tensor | None] = _of_the_recipe
+    final_state: bool = False
     trees: bool = True
     shares_context: bool = True
 

@@ -19,6 +19,7 @@ from modelopt_eagle.recipe.sections import (
     DrafterSection,
     EagleSection,
     ExportSection,
+    MedusaSection,
     ModelSection,
     PEagleSection,
     Section,
@@ -42,6 +43,7 @@ class Recipe(Section):
     data: DataSection = Field(default_factory=DataSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
     eagle: EagleSection = Field(default_factory=EagleSection)
+    medusa: MedusaSection = Field(default_factory=MedusaSection)
     peagle: PEagleSection = Field(default_factory=PEagleSection)
     dflash: DFlashSection = Field(default_factory=DFlashSection)
     target_lora: TargetLoraSection = Field(default_factory=TargetLoraSection)

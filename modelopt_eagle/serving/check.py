@@ -17,6 +17,7 @@ from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.load import load_draft
+from modelopt_eagle.serving.proposals import ProposalCount, compare_proposals
 from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
 
 RUNNERS = {key: Path(__file__).with_name(engine.runner.script) for key, engine in ENGINES.items() if engine.runner}
@@ -243,8 +244,9 @@ class ServingCheck:
     ) -> ServingReport:
         """Decode greedily in the engine, float32, with and without the head, and judge.
 
-        It passes when the engine's text with the head is the target's own (ties apart) and its acceptance at every
-        position is within ``tolerance`` of ours on the same prompts.
+        It passes when the engine's text with the head is the target's own (ties apart), its acceptance at every
+        position is within ``tolerance`` of ours on the same prompts, and all but that share of the tokens that it
+        drafted are those that the head drafts here from the same text.
 
         Args:
             export_path: the exported folder, which the engine loads.
@@ -270,7 +272,9 @@ class ServingCheck:
         our_tokens, our_counts, our_drafts = self.ours(head)
         plain = self.plain()
         self.say(f"{self.engine} with the head")
-        drafted = run_engine(self.python, self.engine, {**self._job, "draft": str(Path(export_path).absolute())})
+        options = ENGINES[self.engine].runner.options(head.config)
+        job = {**self._job, "draft": str(Path(export_path).absolute()), "draft_options": options}
+        drafted = run_engine(self.python, self.engine, job)
 
         theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], self.steps)
         ours = per_position(our_counts, our_drafts, self.steps)
@@ -281,7 +285,9 @@ class ServingCheck:
             (our_tokens, "the target or the engine with the head"),
         ):
             divergences += compare_texts(self.target, self.names, self.prompts, other, texts, between)
-        failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance)
+        whole = [prompt + text for prompt, text in zip(self.prompts, texts, strict=True)]
+        proposals = compare_proposals(self.target, head.float(), whole, drafted["proposals"], self.steps)
+        failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance, proposals)
         return ServingReport(
             passed=not failures,
             engine=self.engine,
@@ -299,6 +305,8 @@ class ServingCheck:
             speedup=plain["seconds"] / drafted["seconds"],
             divergences=divergences,
             failures=failures,
+            proposals=proposals.compared,
+            proposals_equal=proposals.equal,
             left_out=self.left_out,
         )
 
@@ -316,7 +324,12 @@ def check_serving(
 
 
 def judge(
-    theirs: list[float], ours: list[float], drafts: int, divergences: list[Divergence], tolerance: float
+    theirs: list[float],
+    ours: list[float],
+    drafts: int,
+    divergences: list[Divergence],
+    tolerance: float,
+    proposals: ProposalCount | None = None,
 ) -> list[str]:
     """What speaks against the head being served as it was trained; empty if nothing."""
     failures = []
@@ -325,6 +338,10 @@ def judge(
     for position, (a, b) in enumerate(zip(theirs, ours, strict=True), start=1):
         if abs(a - b) > tolerance:
             failures.append(f"acceptance at position {position} is {a:.4f} in the engine and {b:.4f} here")
+    if proposals is not None and 1 - proposals.share > tolerance:
+        failures.append(
+            f"{proposals.compared - proposals.equal} of {proposals.compared} drafted tokens are not the head's"
+        )
     wrong = [place for place in divergences if not place.is_tie]
     if wrong:
         failures.append(f"{len(wrong)} texts differ from the target's own and are no ties")

@@ -50,6 +50,7 @@ class ServingReport:
         our_acceptance_length, our_per_position, our_drafts: of this toolkit's generator on the same prompts.
         divergences: where texts part, ties among them.
         seconds_plain, seconds_drafted, speedup: the engine's decoding time without and with the head.
+        proposals, proposals_equal: drafted tokens of the engine that were compared with the head's own, and the equal.
         left_out: names of prompts that are too long for the window.
     """
 
@@ -70,6 +71,8 @@ class ServingReport:
     divergences: list[Divergence] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    proposals: int = 0
+    proposals_equal: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -91,6 +94,8 @@ class ServingReport:
             f"{self.prompts} prompts, {self.new_tokens} new tokens: {self.seconds_plain:.1f} s without the head, "
             f"{self.seconds_drafted:.1f} s with it ({self.speedup:.2f} times as fast)"
         )
+        if self.proposals:
+            lines.append(f"{self.proposals_equal} of {self.proposals} drafted tokens of the engine are the head's own")
         if self.left_out:
             lines.append(f"note: {left_out_line(self.left_out)}")
         first = self.our_per_position[0]

@@ -1,10 +1,11 @@
 """Decode prompts in vLLM, with or without a draft head, and write what the engine itself counted.
 
 This file runs in the engine's own interpreter, as `python vllm_runner.py JOB.json RESULT.json`, and imports nothing of
-this package. JOB: `model`, `draft` (folder or null), `prompts` (lists of token ids), `max_new_tokens`,
-`num_speculative_tokens`, `dtype`, `max_model_len` (or null), `logprobs` (null, or how many of the best tokens to
-report for the first new token). RESULT: `engine_version`, `token_ids`, `texts`, `seconds`, `aux_layer_ids` (as the
-engine set them), `drafts`, `draft_tokens`, `accepted_per_position` and, when asked for, `first_token_logprobs`.
+this package. JOB: `model`, `draft` (folder or null), `draft_options` (what speculative decoding takes beside it),
+`prompts` (lists of token ids), `max_new_tokens`, `num_speculative_tokens`, `dtype`, `max_model_len` (or null),
+`logprobs` (null, or how many of the best tokens to report for the first new token). RESULT: `engine_version`,
+`token_ids`, `texts`, `seconds`, `drafts`, `draft_tokens`, `accepted_per_position`, `proposals` (`[prompt, tokens known,
+drafted tokens]` of each draft) and, when asked for, `first_token_logprobs`.
 """
 
 import sys
@@ -31,6 +32,24 @@ def counters(llm):
             found[key] = [a + b for a, b in zip(old, metric.values, strict=True)]
         elif key is not None:
             found[key] += metric.value
+    return found
+
+
+def record_drafts(prompts):
+    """A list that fills with `[prompt, tokens known, drafted tokens]` of every draft that reaches the scheduler."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    places = {tuple(ids): place for place, ids in enumerate(prompts)}
+    found, original = [], Scheduler.update_draft_token_ids
+
+    def update_draft_token_ids(self, drafts):
+        for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished() and not request.is_prefill_chunk:
+                found.append([places[tuple(request.prompt_token_ids)], request.num_tokens, list(tokens)])
+        return original(self, drafts)
+
+    Scheduler.update_draft_token_ids = update_draft_token_ids
     return found
 
 
@@ -66,15 +85,18 @@ def main(job_path, result_path):
         options["max_model_len"] = job["max_model_len"]
     if job.get("draft"):
         options["speculative_config"] = {
-            "method": "eagle3",
+            **job["draft_options"],
             "model": job["draft"],
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
+        options["async_scheduling"] = False  # drafts then pass through the scheduler, where they are written down
+    drafts = record_drafts(job["prompts"])
     llm = LLM(**options)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     # One short request first, so that compilation and allocation are not timed.
     llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
     before = counters(llm)
+    drafts.clear()
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_new_tokens"], logprobs=job.get("logprobs"))
     begun = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -84,6 +106,7 @@ def main(job_path, result_path):
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "texts": [output.outputs[0].text for output in outputs],
         "seconds": seconds,
+        "proposals": drafts,
         **difference(counters(llm), before),
     }
     if job.get("logprobs"):

@@ -124,6 +124,7 @@ def test_every_key_is_read_outside_the_schema():
         "data": {"data"},
         "training": {"training", "settings"},
         "eagle": {"eagle"},
+        "medusa": {"medusa"},
         "peagle": {"peagle"},
         "dflash": {"dflash", "own", "section"},
         "target_lora": {"target_lora", "lora"},

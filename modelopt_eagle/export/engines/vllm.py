@@ -173,6 +173,7 @@ EVIDENCE = (
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3"},
+    "medusa": {"method": "medusa"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
 """Of each drafter, what ``--speculative-config`` says beside the folder and the number of tokens."""

@@ -6,6 +6,7 @@ from modelopt_eagle.recipe.sections.dflash import DFlashSection
 from modelopt_eagle.recipe.sections.drafter import DrafterSection
 from modelopt_eagle.recipe.sections.eagle import EagleSection
 from modelopt_eagle.recipe.sections.export import ExportSection
+from modelopt_eagle.recipe.sections.medusa import MedusaSection
 from modelopt_eagle.recipe.sections.model import ModelSection
 from modelopt_eagle.recipe.sections.peagle import PEagleSection
 from modelopt_eagle.recipe.sections.target_lora import TargetLoraSection
@@ -18,6 +19,7 @@ __all__ = [
     "DrafterSection",
     "EagleSection",
     "ExportSection",
+    "MedusaSection",
     "ModelSection",
     "PEagleSection",
     "Section",
