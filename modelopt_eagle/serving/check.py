@@ -273,7 +273,7 @@ class ServingCheck:
         plain = self.plain()
         self.say(f"{self.engine} with the head")
         options = ENGINES[self.engine].runner.options(head.config)
-        job = {**self._job, "draft": str(Path(export_path).absolute()), "draft_options": options}
+        job = {**self._job, "draft": str(Path(export_path).absolute()), "draft_options": options, "record_drafts": True}
         drafted = run_engine(self.python, self.engine, job)
 
         theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], self.steps)
@@ -286,7 +286,7 @@ class ServingCheck:
         ):
             divergences += compare_texts(self.target, self.names, self.prompts, other, texts, between)
         whole = [prompt + text for prompt, text in zip(self.prompts, texts, strict=True)]
-        proposals = compare_proposals(self.target, head.float(), whole, drafted["proposals"], self.steps)
+        proposals = compare_proposals(self.target, head.float(), whole, drafted.get("proposals", []), self.steps)
         failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance, proposals)
         return ServingReport(
             passed=not failures,

@@ -2,10 +2,10 @@
 
 This file runs in the engine's own interpreter, as `python vllm_runner.py JOB.json RESULT.json`, and imports nothing of
 this package. JOB: `model`, `draft` (folder or null), `draft_options` (what speculative decoding takes beside it),
-`prompts` (lists of token ids), `max_new_tokens`, `num_speculative_tokens`, `dtype`, `max_model_len` (or null),
+`record_drafts`, `prompts` (lists of token ids), `max_new_tokens`, `num_speculative_tokens`, `dtype`, `max_model_len` (or null),
 `logprobs` (null, or how many of the best tokens to report for the first new token). RESULT: `engine_version`,
-`token_ids`, `texts`, `seconds`, `drafts`, `draft_tokens`, `accepted_per_position`, `proposals` (`[prompt, tokens known,
-drafted tokens]` of each draft) and, when asked for, `first_token_logprobs`.
+`token_ids`, `texts`, `seconds`, `drafts`, `draft_tokens`, `accepted_per_position`, `proposals` (with `record_drafts`:
+`[prompt, tokens known, drafted tokens]` of each draft) and, when asked for, `first_token_logprobs`.
 """
 
 import sys
@@ -85,12 +85,14 @@ def main(job_path, result_path):
         options["max_model_len"] = job["max_model_len"]
     if job.get("draft"):
         options["speculative_config"] = {
-            **job["draft_options"],
+            **job.get("draft_options", {"method": "eagle3"}),
             "model": job["draft"],
             "num_speculative_tokens": job["num_speculative_tokens"],
         }
+    drafts = []
+    if job.get("record_drafts"):
         options["async_scheduling"] = False  # drafts then pass through the scheduler, where they are written down
-    drafts = record_drafts(job["prompts"])
+        drafts = record_drafts(job["prompts"])
     llm = LLM(**options)
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     # One short request first, so that compilation and allocation are not timed.

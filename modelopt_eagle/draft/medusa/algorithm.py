@@ -65,6 +65,9 @@ def complete(config: MedusaConfig, recipe: Any, tables: Any, counts: Tensor) -> 
 def check_plan(config: MedusaConfig, plan: DraftPlan) -> list[str]:
     """Refuse more tokens than there are heads.
 
+    Returns:
+        no notes.
+
     Raises:
         DecodingError: a plan that is deeper.
     """
