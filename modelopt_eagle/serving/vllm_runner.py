@@ -5,7 +5,8 @@ this package. JOB: `model`, `draft` (folder or null), `draft_options` (what spec
 `record_drafts`, `prompts` (lists of token ids), `max_new_tokens`, `num_speculative_tokens`, `dtype`, `max_model_len`
 (or null), `logprobs` (null, or how many of the best tokens to report for the first new token). RESULT:
 `engine_version`, `token_ids`, `texts`, `seconds`, `drafts`, `draft_tokens`, `accepted_per_position`, `proposals`
-(with `record_drafts`: `[prompt, tokens known, drafted tokens]` of each draft) and, when asked for, `first_token_logprobs`.
+(with `record_drafts`: `[prompt, tokens known, drafted tokens]` of each draft) and, with `logprobs`,
+`first_token_logprobs`.
 """
 
 import sys
