@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from modelopt_eagle.data.conversations import Conversation, ConversationSet, conversations_of, read_conversations
 from modelopt_eagle.data.encode import (
@@ -188,9 +189,22 @@ def _map(tokenizer, chunks, options: _Options, workers: int):
     if workers == 1 or len(chunks) < 2:
         yield from (_tokenize_chunk(tokenizer, chunk, options) for chunk in chunks)
         return
-    # spawned, not forked: the caller may hold threads and devices
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_tokenize_chunk, [tokenizer] * len(chunks), chunks, [options] * len(chunks), chunksize=4)
+    # spawned, not forked: the caller may hold threads and devices; the tokenizer is sent once a process
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(tokenizer, options)
+    ) as pool:
+        yield from pool.map(_work, chunks, chunksize=4)
+
+
+_WORKER: dict[str, Any] = {}  # tokenizer and options of a process that tokenises
+
+
+def _begin_worker(tokenizer, options: _Options) -> None:
+    _WORKER.update(tokenizer=tokenizer, options=options)
+
+
+def _work(chunk: Sequence[Conversation]):
+    return _tokenize_chunk(_WORKER["tokenizer"], chunk, _WORKER["options"])
 
 
 def _tokenize_chunk(tokenizer, conversations: Sequence[Conversation], options: _Options):
