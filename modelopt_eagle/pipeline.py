@@ -347,5 +347,5 @@ def recipe_facts(recipe: Recipe) -> str:
         for key, field in type(values).model_fields.items():
             value = getattr(values, key)
             if value != field.get_default(call_default_factory=True) and not key.endswith(("_path", "_dir")):
-                facts.append(f"{section}.{key}={json.dumps(value)}")
+                facts.append(f"{section}.{key}={json.dumps(value)}".replace("`", "'"))
     return ", ".join(f"`{fact}`" for fact in facts) or "the defaults"

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from modelopt_eagle.common.console import shown
 from modelopt_eagle.common.output import finish_output, guard_output
+from modelopt_eagle.common.text import visible
 from modelopt_eagle.errors import EagleError
 
 BAD_INPUT = 2
@@ -46,7 +47,7 @@ def _dispatch(argv: list[str]) -> int:
     if name not in commands:
         near = difflib.get_close_matches(name, commands, n=1)
         hint = f"; nearest: {near[0]}" if near else ""
-        print(f"error: no such command: {argv[0]}{hint}\n\n{usage()}", file=sys.stderr)
+        print(f"error: no such command: {visible(argv[0])}{hint}\n\n{usage()}", file=sys.stderr)
         return BAD_INPUT
     return run_command(name.replace("-", "_"), argv[1:])
 
@@ -71,7 +72,7 @@ def _guarded(action: Callable[[], int | None]) -> int:
         with shown():
             code = action() or 0
     except EagleError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error), lines=True)}", file=sys.stderr)
         code = BAD_INPUT
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

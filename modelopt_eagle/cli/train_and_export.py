@@ -62,6 +62,7 @@ def summary(whole: RunResult) -> str:
 
 def serving_lines(whole: RunResult) -> list[str]:
     """The commands of the model card with this run's target and folder in place."""
+    from modelopt_eagle.common.text import argument
     from modelopt_eagle.export.card import serve_lines
     from modelopt_eagle.export.load import load_draft
     from modelopt_eagle.target.load import resolve
@@ -71,7 +72,12 @@ def serving_lines(whole: RunResult) -> list[str]:
     data = json.loads((path / "config.json").read_text(encoding="utf-8"))
     place, name = str(resolve(whole.recipe.model.base_model)), config.target_name or "TARGET"
     lines = [line for line in serve_lines(config, data) if line and not line.startswith("```")]
-    return [line.replace(f" {name} ", f" {place} ").replace("THIS_FOLDER", str(path.resolve())) for line in lines]
+    return [
+        line.replace(f" {argument(name)} ", f" {argument(place)} ").replace(
+            "THIS_FOLDER", argument(str(path.resolve()))
+        )
+        for line in lines
+    ]
 
 
 if __name__ == "__main__":

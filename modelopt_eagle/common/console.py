@@ -16,6 +16,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from modelopt_eagle.common.text import visible
+
 LOGGER = logging.getLogger("modelopt_eagle")
 
 
@@ -48,7 +50,7 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record's message."""
         try:
-            line = record.getMessage()
+            line = visible(record.getMessage(), lines=True)
             tqdm.write(f"warning: {line}" if record.levelno >= logging.WARNING else line, file=self.stream)
             self.stream.flush()
         except Exception:  # as every handler of logging does: a broken pipe must not end a training

@@ -2,7 +2,8 @@
 
 A reader that goes away (``... | head``, a ``tee`` that dies), a full disk behind ``>`` or a terminal that is gone make
 Python's own streams raise wherever something is printed: in the middle of a training, or after everything was saved.
-Commands print through streams that remember the first such failure and drop what follows.
+Commands print through streams that remember the first such failure and drop what follows. Standard output holds no
+control characters but newlines and tabs: what a data set or a folder's name brings is shown as escapes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import io
 import os
 import select
 import sys
+
+from modelopt_eagle.common.text import visible
 
 
 class _Outliving(io.RawIOBase):
@@ -66,7 +69,8 @@ def guard_output() -> None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         if stream is not None:
             flush(stream)
-        guarded = _Guarded(io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_line)
+        kind = _Visible if name == "stdout" else _Guarded  # bars are drawn on the other one
+        guarded = kind(io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_line)
         setattr(sys, name, guarded)
 
 
@@ -76,6 +80,14 @@ class _Guarded(io.TextIOWrapper):
     @property
     def mode(self) -> str:
         return "w"
+
+
+class _Visible(_Guarded):
+    """A stream of text without control characters of others."""
+
+    def write(self, text: str) -> int:
+        super().write(visible(text, lines=True))
+        return len(text)
 
 
 def flush(stream) -> OSError | None:

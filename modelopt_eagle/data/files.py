@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import DataError
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -254,14 +255,12 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
     with _unpacked(path) as handle:
         text = _decode(handle.read().removeprefix(b"\xef\xbb\xbf"), str(path))
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = parse_json(text, finite=False)
+    except ValueError as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise DataError(
-            f"{path}:{error.lineno}: broken JSON array ({error.msg}, column {error.colno}); "
-            "mend that line, or write one object a line (.jsonl)"
+            f"{path}{line}: broken JSON array ({_fault(error)}); mend that line, or write one object a line (.jsonl)"
         ) from error
-    except RecursionError as error:
-        raise DataError(f"{path}: JSON nested too deep to be conversations") from error
     if not values:
         raise DataError(f"{path} holds an empty array; expected conversation objects")
     for index, value in enumerate(values):
@@ -377,13 +376,16 @@ def _decode(raw: bytes, place: str) -> str:
         ) from error
 
 
+def _fault(error: ValueError) -> str:
+    """What is wrong with a JSON text, and in which column if that is known."""
+    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
 def _object(text: str, place: str) -> dict:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: broken JSON ({error.msg}, column {error.colno}); mend or remove the line") from error
-    except RecursionError as error:
-        raise DataError(f"{place}: JSON nested too deep to be a conversation") from error
+        value = parse_json(text, finite=False)
+    except ValueError as error:
+        raise DataError(f"{place}: broken JSON ({_fault(error)}); mend or remove the line") from error
     if not isinstance(value, dict):
         raise DataError(f"{place}: expected a JSON object on each line, found {type(value).__name__}")
     return value

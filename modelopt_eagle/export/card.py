@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from modelopt_eagle.common.acceptance import length_text
+from modelopt_eagle.common.text import argument, markdown, markdown_with_code, visible
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.export.engines import ENGINES
@@ -53,7 +54,7 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
             entry = entry if isinstance(entry, dict) else {"acceptance_length": entry}
             bounds = entry.get("ci95") or (report.get("per_category_ci95") or {}).get(category)
             shown = f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"
-            lines.append(f"| {category} | {length_text(entry['acceptance_length'])} | {shown} |")
+            lines.append(f"| {markdown(str(category))} | {length_text(entry['acceptance_length'])} | {shown} |")
     return lines
 
 
@@ -62,7 +63,7 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
     if (layout := algorithm_of(config).layout) is not None:
         return layout.serve_lines(config, data)
     adapted, quantised = "target_adapter" in config.extra, "quantization_config" in data
-    target = "MERGED_TARGET" if adapted else config.target_name or "TARGET"
+    target = "MERGED_TARGET" if adapted else argument(config.target_name or "TARGET")
     lines = adapter_lines(config) if adapted else []
     lines += template_lines(config)
     for index, (key, engine) in enumerate(ENGINES.items()):
@@ -77,7 +78,7 @@ def template_lines(config: DraftConfig) -> list[str]:
     arguments = config.extra.get("template_arguments")
     if not arguments:
         return []
-    given = json.dumps(arguments)
+    given = json.dumps(arguments).replace("`", "\\u0060").replace("'", "\\u0027")
     return [
         f"The head was trained on prompts rendered with the template arguments `{given}`. Give them with each request "
         f'(`"chat_template_kwargs": {given}`), or to the server where it takes a default '
@@ -89,19 +90,21 @@ def template_lines(config: DraftConfig) -> list[str]:
 def adapter_lines(config: DraftConfig) -> list[str]:
     """How to serve a head whose target was trained with it: the adapter merged, or given to an engine that adds it."""
     target, adapter = config.target_name or "TARGET", config.extra["target_adapter"]
-    others = [engine.serve_adapted(target, adapter) for engine in ENGINES.values() if engine.serve_adapted]
+    others = [engine.serve_adapted(argument(target), adapter) for engine in ENGINES.values() if engine.serve_adapted]
+    quoted = json.dumps(visible(target)).replace("`", "\\u0060")
     return [
-        f"This head belongs to {target} **with the adapter in `target_adapter/`** (rank {adapter['rank']} on "
-        f"{', '.join(adapter['modules'])} from layer {adapter['first']} on): they were trained together, and over the "
-        "plain target it drafts worse. The text is the adapted target's. Merge the adapter once, for any engine:",
+        f"This head belongs to {markdown(target)} **with the adapter in `target_adapter/`** (rank {adapter['rank']} on "
+        f"{markdown(', '.join(adapter['modules']))} from layer {adapter['first']} on): they were trained together, and "
+        "over the plain target it drafts worse. The text is the adapted target's. Merge the adapter once, for any "
+        "engine:",
         "",
         "```python",
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        f'base = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto")',
+        f'base = AutoModelForCausalLM.from_pretrained({quoted}, dtype="auto")',
         'PeftModel.from_pretrained(base, "THIS_FOLDER/target_adapter").merge_and_unload()'
         '.save_pretrained("MERGED_TARGET")',
-        f'AutoTokenizer.from_pretrained("{target}").save_pretrained("MERGED_TARGET")',
+        f'AutoTokenizer.from_pretrained({quoted}).save_pretrained("MERGED_TARGET")',
         "```",
         "",
         *others,
@@ -111,7 +114,8 @@ def adapter_lines(config: DraftConfig) -> list[str]:
 
 def training_lines(config: DraftConfig, report: dict[str, Any]) -> list[str]:
     """What is known of the training run."""
-    lines = [f"* target: {config.target_name or 'not recorded'} ({config.target_model_type or 'type not recorded'})"]
+    name, kind = config.target_name or "not recorded", config.target_model_type or "type not recorded"
+    lines = [f"* target: {markdown(name)} ({markdown(kind)})"]
     lines.append(
         f"* reads the outputs of layers {list(config.aux_layer_ids)} (0-based); {config.num_hidden_layers} draft layers"
     )
@@ -122,7 +126,7 @@ def training_lines(config: DraftConfig, report: dict[str, Any]) -> list[str]:
     names = {"data": "data", "recipe": "recipe", "training_steps": "optimizer steps", "commit": "toolkit commit"}
     for key, name in names.items():
         if report.get(key):
-            lines.append(f"* {name}: {report[key]}")
+            lines.append(f"* {name}: {markdown_with_code(str(report[key]))}")
     return lines
 
 
@@ -133,19 +137,21 @@ def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, A
         config: the head's.
         data: the content of ``config.json``.
         report: ``acceptance.json``; keys ``data``, ``recipe``, ``commit`` and ``target_license`` are used too if there.
-        notes: added to the card as they are.
+        notes: added to the card; what stands between backticks is code, the rest plain text.
     """
     known = report.get("target_license") or licence_of(config.target_name)
-    licence = known or "that of the target; see its model card"
-    engine_notes = [f"* {note}" for note in notes]
+    licence = markdown(known) if known else "that of the target; see its model card"
+    engine_notes = [f"* {markdown_with_code(note)}" for note in notes]
+    hub_name = config.target_name if re.fullmatch(r"[\w.-]+/[\w.-]+", config.target_name or "", re.ASCII) else None
     parts = [
         "---",
         f"tags: [{config.algorithm}, speculative-decoding]",
         *([f"license: {known}"] if known and re.fullmatch(r"[a-z0-9][a-z0-9.-]*", known) else []),
-        *([f"base_model: {config.target_name}"] if config.target_name and "/" in config.target_name else []),
+        *([f"base_model: {hub_name}"] if hub_name else []),
         "---",
         "",
-        f"# {algorithm_of(config).title} draft head for {config.target_name or 'a target that was not recorded'}",
+        f"# {algorithm_of(config).title} draft head for "
+        f"{markdown(config.target_name or 'a target that was not recorded')}",
         "",
         "It proposes tokens that the target then verifies, so the text is the target's own.",
         "",

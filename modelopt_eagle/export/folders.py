@@ -10,12 +10,13 @@ from pathlib import Path
 from modelopt_eagle.common import folders
 from modelopt_eagle.common.files import disk_trouble
 from modelopt_eagle.common.folders import bring_back
+from modelopt_eagle.common.sealed import SEAL, seal_fault
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.target.lora import CONFIG as ADAPTER_CONFIG
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 from modelopt_eagle.target.lora import WEIGHTS as ADAPTER_WEIGHTS
 
-COMPLETE_MARKER = "complete.json"
+COMPLETE_MARKER = SEAL
 """Written last into each training checkpoint; a folder without it was cut short."""
 
 EXPORT_FILES = ("config.json", "README.md", "hf_quant_config.json")
@@ -24,7 +25,9 @@ is never overwritten."""
 
 
 def is_export(path: Path) -> bool:
-    """Whether a folder holds an earlier export, and so may be replaced."""
+    """Whether a folder holds an earlier export and no link, and so may be replaced or uploaded."""
+    if any(entry.is_symlink() for entry in path.rglob("*")):
+        return False  # what it points to is no part of it
     return (path / "config.json").is_file() and all(
         entry.name in EXPORT_FILES
         or entry.suffix == ".safetensors"
@@ -39,7 +42,7 @@ def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """Write an export whole or not at all, see :func:`modelopt_eagle.common.folders.whole_folder`.
 
     Args:
-        path: the folder to make.
+        path: the folder to make; if it is a link to a folder, that one is written and the link stays.
         overwrite: replace an earlier export that stands there.
 
     Yields:
@@ -49,6 +52,8 @@ def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         ExportError: ``path`` exists and may not be replaced, or the disk is full or refuses.
     """
     path = Path(path)
+    if path.is_symlink():
+        path = path.resolve()
     bring_back(path)
     if path.exists() and not path.is_dir():
         raise ExportError(f"{path} is a file; name a folder to export to")
@@ -59,7 +64,7 @@ def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
             )
         if not is_export(path):
             raise ExportError(
-                f"{path} holds files that no export writes, so it is not overwritten: name another folder"
+                f"{path} holds files that no export writes, or links, so it is not overwritten: name another folder"
             )
     try:
         with folders.whole_folder(path) as part:
@@ -76,6 +81,19 @@ def step_of(folder: Path) -> int:
     return int(found.group(1)) if found else -1
 
 
+def as_written(folder: Path) -> Path:
+    """A folder that holds a head; a training checkpoint's head is compared with its seal.
+
+    Raises:
+        CheckpointError: a file of the head was altered since it was written, or is missing.
+    """
+    if step_of(folder) >= 0 and (folder / COMPLETE_MARKER).is_file():
+        fault = seal_fault(folder, concerns=lambda name: not name.endswith(".pt"))  # the head does not depend on those
+        if fault is not None:
+            raise CheckpointError(f"{folder} is not as training wrote it: {fault}; use another checkpoint of the run")
+    return folder
+
+
 def resolve_checkpoint(path: str | Path) -> Path:
     """The folder that holds a head: ``path`` itself, or the best or newest complete checkpoint under it.
 
@@ -84,7 +102,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
             (and perhaps ``best``) in it.
 
     Raises:
-        CheckpointError: nothing there, or no complete checkpoint.
+        CheckpointError: nothing there, no complete checkpoint, or one that was altered since it was written.
     """
     path = Path(path)
     if not path.is_dir():
@@ -97,14 +115,14 @@ def resolve_checkpoint(path: str | Path) -> Path:
                 f"{path} was cut short while saving ({COMPLETE_MARKER} is missing): use an earlier checkpoint, or the "
                 "run's output folder, which picks the newest complete one"
             )
-        return path
+        return as_written(path)
     best = path / "best"
     if best.is_dir() and (best / COMPLETE_MARKER).is_file():
-        return best.resolve()
+        return as_written(best.resolve())
     checkpoints = sorted((c for c in path.glob("checkpoint-*") if step_of(c) >= 0), key=step_of)
     complete = [c for c in checkpoints if (c / COMPLETE_MARKER).is_file()]
     if complete:
-        return complete[-1]
+        return as_written(complete[-1])
     if checkpoints:
         raise CheckpointError(
             f"none of the {len(checkpoints)} checkpoints in {path} is complete ({COMPLETE_MARKER} is written last): "

@@ -28,7 +28,9 @@ def push_to_hub(folder: str | Path, repo: str, *, private: bool = False, endpoin
 
     folder = Path(folder)
     if not folder.is_dir() or not is_export(folder):
-        raise ExportError(f"{folder} is no export (config.json, *.safetensors, README.md, nothing else): not uploaded")
+        raise ExportError(
+            f"{folder} is no export (config.json, *.safetensors, README.md, no links, nothing else): not uploaded"
+        )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ExportError(f"expected a hub repository as owner/name, found {repo!r}")
     api = HfApi(endpoint=endpoint)

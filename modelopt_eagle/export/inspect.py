@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from modelopt_eagle.common.dtypes import dtype_name
+from modelopt_eagle.common.text import visible
 from modelopt_eagle.draft.algorithm import config_from_dict
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.export.engines import ENGINES
@@ -81,7 +82,7 @@ class Inspection:
         lines += [f"note        {note}" for note in self.notes]
         if self.problem:
             lines.append(f"problem     {self.problem}")
-        return "\n".join(lines)
+        return "\n".join(visible(line) for line in lines)
 
 
 def quantised_text(tensors) -> str:

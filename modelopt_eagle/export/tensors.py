@@ -5,7 +5,6 @@ The module says ``layers.N.*``, files say that or ``midlayer.*``. The vocabulary
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from modelopt_eagle.common.pickles import load_tensors
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.draft import DraftConfig, DraftVocab
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.base import DraftModule
@@ -35,10 +36,10 @@ def read_json(path: Path) -> dict:
         CheckpointError: missing, broken, or no object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_bytes(), finite=False)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a JSON object, found {type(data).__name__}")
@@ -77,13 +78,14 @@ def read_file(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, EOFError, RuntimeError) as error:
+        data = load_tensors(path)
+    except (SafetensorError, OSError, RuntimeError) as error:
         size = path.stat().st_size if path.exists() else 0
         raise CheckpointError(f"{path} ({size} bytes) is cut short or damaged: {error}: copy it again") from error
-    except Exception as error:  # weights_only refuses code with an unpickling error of its own
+    except ValueError as error:
         raise CheckpointError(
-            f"{path} is refused: a pickle may hold tensors only ({str(error).splitlines()[0]})"
+            f"{path} ({path.stat().st_size} bytes) is cut short or damaged, or is refused: a pickle may hold tensors "
+            f"only ({error}): copy it again"
         ) from error
     if isinstance(data, dict) and isinstance(data.get("state_dict"), dict):
         data = data["state_dict"]

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.dtypes import STATE_DTYPES
+from modelopt_eagle.common.text import visible
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, needed_final_positions
 from modelopt_eagle.features.offline import OfflineSource
+
+STRAYING = 4.0
+"""How much further than the median over a row a single state may be off: rounding differs from token to token. A state
+that is zero, or of another token, is off by all of its norm."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,10 @@ def _check(source: OfflineSource, target, number: int) -> RowCheck:
         )
     elif final is not None and not final <= allowed:
         problem = f"final states are {final:.0%} off: a final norm left out or applied twice, or another head"
+    else:
+        parts = {f"states of layer {ids[a]}": (stored[:, a], own[:, a]) for a in range(len(ids))}
+        parts["final states"] = (row.final_hidden[needed], final_own[needed])
+        problem = _strays(parts, min(STRAYING * allowed, 0.9))
     return RowCheck(row.row_id, len(row), aux, final, top1, problem)
 
 
@@ -123,9 +132,28 @@ def _nearest_layers(stored: Tensor, input_ids: Tensor, target) -> list[tuple[int
     return [min(enumerate(row), key=lambda pair: pair[1]) for row in differences]
 
 
+def _strays(parts: dict[str, tuple[Tensor, Tensor]], allowed: float) -> str | None:
+    """The first part with a state that is further off than the median may be, of (stored, own) [n, Ht] by name."""
+    for name, (stored, own) in parts.items():
+        differences = _differences(stored, own)  # [n]
+        off = ~(differences <= allowed)  # NaN too
+        if off.any():
+            place = int(off.nonzero()[0])
+            return (
+                f"{name} are off at {int(off.sum())} of {len(off)} positions, first at {place} by "
+                f"{float(differences[place]):.0%}: left out by the engine, or damaged before they were stored"
+            )
+    return None
+
+
+def _differences(stored: Tensor, own: Tensor) -> Tensor:
+    """``|stored - own| / |own|`` [n] of [n, Ht] states."""
+    return (stored - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-30)
+
+
 def _difference(stored: Tensor, own: Tensor) -> float:
-    """Median over positions of ``|stored - own| / |own|`` of [n, Ht] states."""
-    return float(((stored - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-30)).median())
+    """Median of :func:`_differences`."""
+    return float(_differences(stored, own).median())
 
 
 def lines(checks: Sequence[RowCheck], layer_ids: Sequence[int]) -> list[str]:
@@ -138,4 +166,4 @@ def lines(checks: Sequence[RowCheck], layer_ids: Sequence[int]) -> list[str]:
         cells.append("-" if check.top1 is None else f"{check.top1:.1%}")
         table.append(f"{check.row_id[:24]:<24} {check.tokens:>6} " + " ".join(f"{cell:>10}" for cell in cells))
     table += [f"bad: row {check.row_id}: {check.problem}" for check in checks if check.problem]
-    return table
+    return [visible(line) for line in table]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -133,8 +133,14 @@ def finish_row(row, aux_hidden: Tensor, final_hidden: Tensor, final_norm, head) 
         head: the target's head.
 
     Raises:
-        FeatureError: a state that is not finite.
+        FeatureError: a state that is not finite, or not one state for each token.
     """
+    tokens = len(row.input_ids)
+    if not len(aux_hidden) == len(final_hidden) == tokens:
+        raise FeatureError(
+            f"row {row.id!r} has {tokens} tokens, {len(aux_hidden)} auxiliary and {len(final_hidden)} final states "
+            "came: whatever made them left some out, or made more than were asked for"
+        )
     device = final_hidden.device
     if final_norm is not None:
         weight = next(final_norm.parameters())
@@ -154,9 +160,13 @@ def finish_row(row, aux_hidden: Tensor, final_hidden: Tensor, final_norm, head) 
 
 
 def compute_rows(
-    target, rows: Sequence, aux_layer_ids: Sequence[int], batch_tokens: int = 4096
+    target, rows: Sequence, aux_layer_ids: Sequence[int], batch_tokens: int = 4096, done: Collection[int] = ()
 ) -> Iterator[tuple[int, FeatureRow]]:
     """Features of all rows, in batches of similar length, longest first; what all begin with is run once.
+
+    Args:
+        done: numbers of rows to leave out. The batches are those of all rows, so that a row has the same bits whichever
+            others are left out: rounding depends on what lies beside it.
 
     Yields:
         (number of the row in ``rows``, its features).
@@ -165,5 +175,7 @@ def compute_rows(
     prefix = find_common_prefix(target, texts, aux_layer_ids) if texts else None
     begun = 0 if prefix is None else len(prefix)
     for batch in length_batches([len(row.input_ids) - begun for row in rows], batch_tokens):
+        if all(i in done for i in batch):
+            continue
         made = compute_features(target, [rows[i] for i in batch], aux_layer_ids, prefix=prefix)
-        yield from zip(batch, made, strict=True)
+        yield from ((i, row) for i, row in zip(batch, made, strict=True) if i not in done)

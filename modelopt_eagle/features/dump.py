@@ -59,6 +59,10 @@ class TargetBackEnd:
         """See :class:`BackEnd`."""
         return compute_rows(self._target, rows, self.contract.aux_layer_ids, self._batch_tokens)
 
+    def remaining(self, rows: Sequence, done: set[int]) -> Iterator[tuple[int, FeatureRow]]:
+        """:meth:`features` without the rows of these numbers, each with the bits that it would have had with them."""
+        return compute_rows(self._target, rows, self.contract.aux_layer_ids, self._batch_tokens, done)
+
     def check(self, rows: Sequence) -> None:
         """Stop before the first row if the target's logits cannot be rebuilt from its final state.
 
@@ -248,23 +252,41 @@ def dump(
         worker=worker,
         shard_bytes=shard_bytes,
     ) as writer:
-        missing = rows_to_make(rows, writer.done, worker)
-        before = len(rows_to_make(rows, set(), worker)) - len(missing)
+        mine, missing = rows_to_make(rows, set(), worker), rows_to_make(rows, writer.done, worker)
+        before = len(mine) - len(missing)
         if missing and hasattr(back_end, "check"):
             back_end.check([rows[i] for i in missing])
         if begin is not None:
             begin(before, sum(len(rows[i].input_ids) for i in missing))
         made = 0
-        for number, row in back_end.features([rows[i] for i in missing]) if missing else ():
-            if row.input_ids.tolist() != list(rows[missing[number]].input_ids):
-                raise FeatureError(f"row {rows[missing[number]].id!r}: features of other tokens came back")
-            writer.add(missing[number], row)
+        for index, row in _made(back_end, rows, mine, missing):
+            if row.input_ids.tolist() != list(rows[index].input_ids):
+                raise FeatureError(f"row {rows[index].id!r}: features of other tokens came back")
+            writer.add(index, row)
             made += 1
             if progress is not None:
                 progress(len(row))
         if made != len(missing):
             raise FeatureError(f"{len(missing)} rows were asked for, {made} came back; run the same command again")
     return made, before
+
+
+def _made(back_end: BackEnd, rows: Sequence, mine: list[int], missing: list[int]) -> Iterator[tuple[int, FeatureRow]]:
+    """(place in the data set, its features) of the missing ones among a worker's own rows.
+
+    A back end with ``remaining(rows, done)`` makes them with the bits of an undisturbed run; others batch what is
+    missing as they like, which moves states by the rounding of their dtype.
+    """
+    if not missing:
+        return
+    if len(missing) < len(mine) and hasattr(back_end, "remaining"):
+        left = set(missing)
+        done = {number for number, index in enumerate(mine) if index not in left}
+        places, made = mine, back_end.remaining([rows[i] for i in mine], done)
+    else:
+        places, made = missing, back_end.features([rows[i] for i in missing])
+    for number, row in made:
+        yield places[number], row
 
 
 def import_rows(source, folder: str | Path, dtype: str, progress: Callable[[], None] | None = None) -> int:

@@ -44,12 +44,14 @@ def parse_value(text: str) -> Any:
     """The YAML value of an override; text that is not YAML stands for itself.
 
     Raises:
-        RecipeError: a flow mapping with a key twice.
+        RecipeError: a flow mapping with a key twice, or one that is nested too deeply.
     """
     try:
         return yaml.load(text, _Loader)
     except _DuplicateKey as error:
         raise RecipeError(f"{text}: the key {error.key!r} stands twice") from None
+    except RecursionError:
+        raise RecipeError(f"{text[:40]}…: nested too deeply for a value") from None
     except (yaml.YAMLError, ValueError):
         return text
 
@@ -86,6 +88,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise RecipeError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: expected UTF-8 text: {error}") from None
+    except RecursionError:
+        raise RecipeError(f"{path}: nested too deeply; a recipe has sections with keys below them") from None
+    except ValueError as error:  # a date that is none, a number of thousands of digits
+        raise RecipeError(f"{path}: a value that cannot be read: {error}") from None
     except OSError as error:
         raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror or error}") from None
     finally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.identity import folder_fingerprint
 
@@ -33,7 +33,7 @@ class CheckpointFiles:
         index = self._find("model.safetensors.index.json")
         if index is not None:
             try:
-                self._file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                self._file_of = dict(parse_json(index.read_bytes(), finite=False)["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise TargetError(f"{index}: expected a weight_map of keys to files: {error}") from error
         elif self._find("model.safetensors") is not None:

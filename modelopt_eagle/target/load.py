@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from modelopt_eagle.common.console import line_handler
 from modelopt_eagle.common.dtypes import MODEL_DTYPES
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
@@ -229,7 +229,7 @@ def _processor_template(place, revision=None) -> str | None:
     if path is None:
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+        return parse_json(path.read_bytes(), finite=False)["chat_template"]
     except (ValueError, KeyError, TypeError) as error:
         raise TargetError(f"{path}: expected a JSON object with chat_template: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import TargetError
 
 FOLDER = "target_adapter"
@@ -221,7 +221,7 @@ def read_adapter(folder: Path) -> tuple[dict, dict[str, Tensor]]:
         TargetError: a file that is cut short, or an adapter that is not LoRA.
     """
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = parse_json((folder / CONFIG).read_bytes(), finite=False)
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise TargetError(f"{folder}: the adapter cannot be read: {error}") from error

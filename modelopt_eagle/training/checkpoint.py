@@ -25,6 +25,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.files import disk_trouble, flush_folder, read_json, write_whole
 from modelopt_eagle.common.folders import flush_tree
+from modelopt_eagle.common.pickles import load_tensors
 from modelopt_eagle.common.sealed import SEAL, seal, seal_fault
 from modelopt_eagle.draft import EagleModule
 from modelopt_eagle.errors import CheckpointError
@@ -281,12 +282,9 @@ def _read_pickle(file: Path, kind: type):
         CheckpointError: it is damaged, holds anything else (nothing of it is run), or is not of this kind.
     """
     try:
-        value = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle raise many kinds; some recommend to run what is in it
-        raise CheckpointError(
-            f"{file} is refused: it is damaged, or holds more than tensors and plain values "
-            f"({type(error).__name__}): {_REMEDY}"
-        ) from error
+        value = load_tensors(file)
+    except ValueError as error:
+        raise CheckpointError(f"{file} is refused: {error}: {_REMEDY}") from error
     if not isinstance(value, kind):
         raise CheckpointError(f"{file} holds a {type(value).__name__}, a {kind.__name__} expected: {_REMEDY}")
     return value

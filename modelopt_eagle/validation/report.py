@@ -10,6 +10,7 @@ from pathlib import Path
 from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.common.machine import machine_line
+from modelopt_eagle.common.text import visible
 from modelopt_eagle.decoding import DraftPlan, SamplingOptions
 from modelopt_eagle.validation.dialogues import Dialogue
 from modelopt_eagle.validation.speed import Speed
@@ -131,7 +132,7 @@ class AcceptanceReport:
             prompts, steps = self.counts.get(category, ("", ""))
             bounds = self.per_category_ci95.get(category)
             shown = f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""
-            rows.append((category, str(prompts), str(steps), f"{length_text(value)}{shown}"))
+            rows.append((visible(category), str(prompts), str(steps), f"{length_text(value)}{shown}"))
         low, high = self.ci95
         rows.append(
             ("all", str(self.prompts), str(self.steps), f"{self.acceptance_length:.3f} [{low:.3f}, {high:.3f}]")

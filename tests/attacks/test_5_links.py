@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.errors import CheckpointError, ExportError
+from modelopt_eagle.export import export_checkpoint, load_draft
+from modelopt_eagle.export.hub import push_to_hub
 from modelopt_eagle.training.checkpoint import CheckpointFolder, incomplete
 from modelopt_eagle.training.run_folder import sweep
 
@@ -80,3 +83,44 @@ def test_a_seal_of_another_kind_is_refused(head, tmp_path, files):
         folder.mkdir()
         (folder / "complete.json").write_text(json.dumps({"files": files}))
     assert incomplete(folder)
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_export_over_a_link_replaces_what_it_names(head, tmp_path):
+    """No old head is left behind the link, and no part beside it."""
+    real, link = tmp_path / "real", tmp_path / "link"
+    export_checkpoint(head, None, real)
+    before = (real / "model.safetensors").read_bytes()
+    link.symlink_to(real, target_is_directory=True)
+    torch.nn.init.normal_(head.fc.weight)
+    export_checkpoint(head, None, link, overwrite=True)
+    assert link.is_symlink() and (real / "model.safetensors").read_bytes() != before
+    assert entries(tmp_path) == ["link", "real"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "more.safetensors", "target_adapter"])
+def test_an_export_that_holds_a_link_is_neither_uploaded_nor_replaced(head, tmp_path, name):
+    out, secret = tmp_path / "out", tmp_path / "secret"
+    export_checkpoint(head, None, out)
+    secret.mkdir() if name == "target_adapter" else secret.write_text("secret")
+    (out / name).unlink(missing_ok=True)
+    (out / name).symlink_to(secret)
+    with pytest.raises(ExportError, match="no links"):
+        push_to_hub(out, "someone/head")
+    with pytest.raises(ExportError, match="or links"):
+        export_checkpoint(head, None, out, overwrite=True)
+    assert secret.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "draft_config.json"])
+def test_a_checkpoint_that_was_altered_is_not_exported_or_measured(head, tmp_path, name):
+    folder = save(CheckpointFolder(tmp_path), head, 1)
+    content = bytearray((folder / name).read_bytes())
+    content[-2] ^= 1
+    (folder / name).write_bytes(content)
+    for path in (folder, tmp_path):
+        with pytest.raises(CheckpointError, match="was altered after it was written"):
+            load_draft(path)

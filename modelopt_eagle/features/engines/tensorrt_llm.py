@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.common.pickles import load_tensors
 from modelopt_eagle.errors import FeatureError
 
 ROWS_AT_A_TIME = 64
@@ -52,7 +53,10 @@ def saved_states(path: Path) -> tuple[tuple[int, ...], Tensor, Tensor]:
     Raises:
         FeatureError: the file is not laid out as described above.
     """
-    value = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        value = load_tensors(path)
+    except ValueError as error:
+        raise FeatureError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], dict):
         raise FeatureError(f"{path}: a list of one dictionary expected; this TensorRT-LLM writes something else")
     names = ("input_ids", "aux_hidden_states", "hidden_state")

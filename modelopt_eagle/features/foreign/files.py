@@ -22,6 +22,7 @@ from __future__ import annotations
 import gzip
 import io
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.common.pickles import load_tensors
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.store.files import map_safetensors
 
@@ -45,17 +47,30 @@ class ForeignFile:
     final_is_normed: bool | None
 
 
+MOST_UNPACKED = 64
+"""Times its size that a compressed file may unpack to; hidden states shrink by less than a half."""
+
+
+def _unpacked(path: Path) -> io.BytesIO:
+    """The content of a gzip file, which may not be out of all proportion.
+
+    Raises:
+        ValueError: it is.
+    """
+    limit = MOST_UNPACKED * path.stat().st_size + 2**20
+    with gzip.open(path, "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it unpacks to more than {limit:,} bytes, {MOST_UNPACKED} times its size")
+    return io.BytesIO(content)
+
+
 def _load(path: Path) -> dict:
     """The dictionary of a ``.pt``, ``.ckpt`` or ``.ckpt.gz`` file."""
     try:
-        if path.suffix == ".gz":
-            value = torch.load(io.BytesIO(gzip.decompress(path.read_bytes())), map_location="cpu", weights_only=True)
-        else:
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch, zipfile, pickle and gzip raise many kinds for a damaged file
-        raise FeatureError(
-            f"{path} cannot be read: {str(error).splitlines()[0]}; dump it again or delete it"
-        ) from error
+        value = load_tensors(_unpacked(path)) if path.suffix == ".gz" else load_tensors(path, mmap=True)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        raise FeatureError(f"{path} cannot be read: {error}; dump it again or delete it") from error
     if not isinstance(value, dict):
         raise FeatureError(f"{path} holds {type(value).__name__}, a dictionary of tensors expected")
     return value

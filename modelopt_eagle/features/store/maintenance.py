@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from modelopt_eagle.common.text import visible
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract
 from modelopt_eagle.features.store.codec import aux_bytes
@@ -66,7 +67,7 @@ class StoreSummary:
         if set(self.categories) - {""}:
             lines.append("categories")
             lines += [f"  {name or '(none)':<18} {count:>8}" for name, count in sorted(self.categories.items())]
-        return lines
+        return [visible(line) for line in lines]
 
 
 def summarise(folder: str | Path) -> StoreSummary:

@@ -230,7 +230,7 @@ class StoreWriter:
         if not self._pending:
             return
         manifest = self._manifest
-        meta = {"format": "modelopt_eagle.features", "contract": json.dumps(manifest.contract.to_dict())}
+        meta = {"contract": json.dumps(manifest.contract.to_dict())}  # of several keys the order would be random
         content = save(join_rows([encoded for _, _, encoded in self._pending]), metadata=meta)
         name = f"{self._prefix}{self._next:06d}.safetensors"
         write_durably(self.folder / name, content)

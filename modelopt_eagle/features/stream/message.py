@@ -45,6 +45,7 @@ class FeatureMessage:
         final_is_normed: whether the last state is after the final norm.
         states: [T, A+1, Ht] floating.
         server: random name of the server process, told by ``hello`` too; the mailbox sets it.
+        where: address that it was fetched from, for messages.
     """
 
     request: str
@@ -53,6 +54,7 @@ class FeatureMessage:
     final_is_normed: bool
     states: Tensor
     server: str = ""
+    where: str = ""
 
 
 def checksum(payload) -> str:
@@ -165,4 +167,5 @@ def decode(header: dict, payload, where: str) -> FeatureMessage:
         header["final_is_normed"],
         states,
         header["server"],
+        where,
     )

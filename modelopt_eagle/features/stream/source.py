@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
 from modelopt_eagle.features.compute import finish_row
 from modelopt_eagle.features.pictures import refuse_images
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource, rows_of
+from modelopt_eagle.features.stream.plausible import FIRST_ROWS, Plausibility
 from modelopt_eagle.features.stream.pool import ServerPool
 
 _COMPARED = ("model", "revision", "aux_layer_ids", "tokenizer_hash", "hidden_size")
@@ -33,7 +36,8 @@ class StreamedSource(PlannedSource):
         transport, timeout, patience: see :class:`~modelopt_eagle.features.stream.pool.ServerPool`.
 
     Raises:
-        StreamError: no server answers, or one serves another model, revision, tokenizer or other layers.
+        StreamError: no server answers, or one serves another model, revision, tokenizer or other layers; or its states
+            are not those of the text (looked at for its first rows, and every so many rows later).
     """
 
     def __init__(
@@ -58,7 +62,10 @@ class StreamedSource(PlannedSource):
         self._prefetcher = Prefetcher(max(1, prefetch))
         self._threads = ThreadPoolExecutor(max(1, in_flight), thread_name_prefix="feature-stream")
         self._pool = ServerPool(urls, self._check, token=token, transport=transport, timeout=timeout, patience=patience)
-        self._fetch(min(self.rows, key=lambda row: len(row.input_ids)))  # refuse a wrong server at once
+        self._plausible = Plausibility(tables.embedding_weight, tables.final_norm, tables.head)
+        shortest = sorted(self.rows, key=lambda row: len(row.input_ids))
+        self.fetch_rows(shortest[:1])  # refuse a wrong server at once
+        self.fetch_rows(shortest[1:FIRST_ROWS])
 
     @property
     def wait_seconds(self) -> float:
@@ -70,7 +77,8 @@ class StreamedSource(PlannedSource):
         wrong = []
         for name in _COMPARED:
             wanted = getattr(self.contract, name)
-            found = tuple(identity.get(name) or ()) if name == "aux_layer_ids" else identity.get(name)
+            found = identity.get(name)
+            found = tuple(found) if isinstance(found, list) else found
             if found != wanted:
                 wrong.append(f"{name}: the server has {found!r}, this run has {wanted!r}")
         if wrong:
@@ -91,6 +99,8 @@ class StreamedSource(PlannedSource):
             raise StreamError(
                 f"row {row.id!r}: states of width {self.contract.hidden_size} expected, of width {width} found"
             )
+        ids = torch.as_tensor(row.input_ids)  # [s]
+        self._plausible.look(message.server, message.where, row.id, ids, message.states, message.final_is_normed)
         aux = message.states[:, :-1].flatten(1)  # [s,A·Ht]
         norm = None if message.final_is_normed else self._final_norm
         return finish_row(row, aux, message.states[:, -1], norm, self._head)
