@@ -17,6 +17,15 @@ while [ $# -gt 0 ]; do
     esac
 done
 
+# --help makes no environment: without one, what stands above is all that can be said.
+case " ${REST[*]-} " in
+    *" -h "* | *" --help "*)
+        if [ ! -x "$ROOT/.venv/bin/python" ] && [ ${#SETUP[@]} -eq 0 ]; then
+            sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+            exit 0
+        fi ;;
+esac
+
 PYTHON="$(bash "$ROOT/scripts/setup_env.sh" ${SETUP[@]+"${SETUP[@]}"})"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m modelopt_eagle.cli.main train-and-export ${REST[@]+"${REST[@]}"}

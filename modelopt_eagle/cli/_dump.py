@@ -14,14 +14,16 @@ from pathlib import Path
 from modelopt_eagle.cli._options import json_object
 from modelopt_eagle.common.console import shown
 from modelopt_eagle.common.lists import parse_ids
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import EagleError, FeatureError
 from modelopt_eagle.features.dump import BackEnd, dump, estimate
 from modelopt_eagle.features.store import SHARD_BYTES, STORAGE_DTYPES
 
 
-def build_parser(description: str, prog: str | None = None) -> argparse.ArgumentParser:
+def build_parser(description: str, command: str) -> CommandParser:
     """The shared options; a back end may add its own."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    example = f"modelopt-eagle {command} --model NAME --input-file chats.jsonl --output-dir features"
+    parser = command_parser(command, description, example=example)
     parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument("--input-file", required=True, nargs="+", help="conversations: .jsonl file(s), or quickstart")
     parser.add_argument("--output-dir", required=True, type=Path, help="the store; goes on if it was begun")

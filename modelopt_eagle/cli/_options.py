@@ -1,10 +1,16 @@
-"""Types of option values that several commands take."""
+"""Options that several commands take: types of their values, and what -q, -v and --json do."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
+from collections.abc import Callable
 from typing import Any
+
+from modelopt_eagle.common.console import line_handler, say
+from modelopt_eagle.recipe import Recipe
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -16,3 +22,19 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected an object, found {text!r}")
     return value
+
+
+def begin(recipe: Recipe, arguments: argparse.Namespace) -> None:
+    """Say at once what is about to happen, before anything large is imported; with ``--quiet`` only what goes wrong."""
+    handler = line_handler()
+    if arguments.quiet and handler is not None:
+        handler.setLevel(logging.WARNING)
+    if int(os.environ.get("RANK", "0")) == 0:
+        say(f"{recipe.model.base_model}: a run into {recipe.training.output_dir} (loading)")
+
+
+def metrics_printer(arguments: argparse.Namespace) -> Callable[[dict[str, Any]], None] | None:
+    """What prints the metrics of each log line as JSON, ``None`` without ``--json``."""
+    if not arguments.json:
+        return None
+    return lambda metrics: print(json.dumps(metrics), flush=True)

@@ -6,18 +6,24 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
+
 if TYPE_CHECKING:
     from modelopt_eagle.decoding import SamplingOptions
 
 BELOW_BOUND = 1
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line."""
     from modelopt_eagle.cli._options import json_object
     from modelopt_eagle.cli._reading import add_reading_options
 
-    parser = argparse.ArgumentParser(prog="ar_validate.py", description=__doc__)
+    parser = command_parser(
+        "ar-validate",
+        __doc__,
+        example="modelopt-eagle ar-validate --model_path head --base_model NAME --html acceptance.html",
+    )
     parser.add_argument(
         "--model_path", required=True, help="the head: an export, a checkpoint or a run's output folder"
     )

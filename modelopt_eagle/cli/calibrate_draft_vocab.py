@@ -3,13 +3,19 @@
 import argparse
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
+
 ARGMAX_ROWS = 64
 """Conversations that the target is run on."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="calibrate_draft_vocab.py", description=__doc__)
+    parser = command_parser(
+        "calibrate-draft-vocab",
+        __doc__,
+        example="modelopt-eagle calibrate-draft-vocab --model NAME --data a.jsonl --draft_vocab_size 9000 --save_dir m",
+    )
     parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument(
         "--data", required=True, nargs="+", help="conversations: .jsonl files, hub names, or quickstart"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
 
 RULES_BROKEN = 1
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="check_engine_rules.py",
-        description=__doc__,
+    parser = command_parser(
+        "check-engine-rules",
+        __doc__,
+        example="modelopt-eagle check-engine-rules --engine vllm --download 0.11.0",
         epilog="Exit code 0: every rule matches and no target is gone; 1: some do not; 2: bad input.",
     )
     parser.add_argument("--engine", required=True, help="vllm or sglang")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
 
 NOT_SERVED_RIGHT = 1
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
-    parser = argparse.ArgumentParser(
-        prog="check_serving.py",
-        description=__doc__,
+    parser = command_parser(
+        "check-serving",
+        __doc__,
+        example="modelopt-eagle check-serving --export_path ckpts/quickstart-eagle3/export --base_model quickstart",
         epilog="Exit code 0: served as trained; 1: not; 2: bad input. For engines that do not run here, "
         "inspect-checkpoint says what they would do with the folder.",
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 
-def build_parser() -> argparse.ArgumentParser:
+
+def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
     from modelopt_eagle.export.convert import FORMATS
 
-    parser = argparse.ArgumentParser(prog="convert_checkpoint.py", description=__doc__)
+    parser = command_parser(
+        "convert-checkpoint", __doc__, example="modelopt-eagle convert-checkpoint --input THEIR_HEAD --output head"
+    )
     parser.add_argument("--input", required=True, type=Path, help="a head: SafeAILab, SpecForge, Model-Optimizer, ...")
     parser.add_argument("--output", required=True, type=Path, help="folder to make; it appears whole or not at all")
     parser.add_argument("--to", choices=FORMATS, default="universal", help="layout to write (default universal)")

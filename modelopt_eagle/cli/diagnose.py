@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 from modelopt_eagle.common.console import say
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import DecodingError
 
 ANOTHER_IS_BETTER = 1
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
 
-    parser = argparse.ArgumentParser(
-        prog="modelopt-eagle diagnose",
-        description=__doc__,
+    parser = command_parser(
+        "diagnose",
+        __doc__,
+        example="modelopt-eagle diagnose --model_path head --base_model NAME",
         epilog="Exit code 0: no convention beats the declared one; 1: one does, and the last line says how to declare "
         "it; 2: bad input.",
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 FAULTS = 1
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line; parse with ``parse_intermixed_args``."""
     from modelopt_eagle.recipe.command_line import add_recipe_arguments
 
-    parser = argparse.ArgumentParser(prog="modelopt-eagle doctor", description=__doc__)
+    parser = command_parser("doctor", __doc__, example="modelopt-eagle doctor --data chats.jsonl --model NAME")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="conversations; default: those of the recipe")
     parser.add_argument("--model", metavar="NAME", help="the target; default: that of the recipe")
     parser.add_argument("--without-target", action="store_true", help="look at data, template and disk only")

@@ -29,7 +29,7 @@ def open_back_end(args):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = build_parser(__doc__, "modelopt-eagle dump")
+    parser = build_parser(__doc__, "dump")
     parser.add_argument(
         "--device", default="auto", help="such as cuda:1 for one worker a device; auto spreads the target over all"
     )

@@ -26,6 +26,6 @@ def open_back_end(args):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = build_parser(__doc__, "modelopt-eagle dump-tensorrt-llm")
+    parser = build_parser(__doc__, "dump-tensorrt-llm")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the target (default 1)")
     return run(parser, open_back_end, argv)

@@ -48,7 +48,7 @@ def open_back_end(args):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = build_parser(__doc__, "modelopt-eagle dump-vllm")
+    parser = build_parser(__doc__, "dump-vllm")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the target (default 1)")
     parser.add_argument("--gpu-memory", type=float, help="share of a device's memory for vLLM")
     return run(parser, open_back_end, argv)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
 import sys
 
 from modelopt_eagle.common.machine import environment
+from modelopt_eagle.common.parser import command_parser
 
 EXTRAS = {
     "train": ("accelerate", "tensorboard"),
@@ -26,7 +26,7 @@ EXTRAS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="modelopt-eagle env", description=__doc__)
+    parser = command_parser("env", __doc__, example="modelopt-eagle env --json")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     facts = collect()

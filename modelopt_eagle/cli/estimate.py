@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import dataclass
 
 from modelopt_eagle.common.dtypes import dtype_name
+from modelopt_eagle.common.parser import command_parser
 from modelopt_eagle.recipe.command_line import add_run_arguments, run_recipe
 
 
@@ -65,7 +65,9 @@ def size(count: float) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="modelopt-eagle estimate", description=__doc__)
+    parser = command_parser(
+        "estimate", __doc__, example="modelopt-eagle estimate --tokens 50000000 --gflops 300000 model.base_model=NAME"
+    )
     parser.add_argument("--tokens", type=int, help="tokens of the data, in place of reading it")
     parser.add_argument("--rows", type=int, help="rows of the data, with --tokens (default: rows of data.max_length)")
     parser.add_argument("--supervised", type=float, default=0.6, help="share of supervised tokens, with --tokens (0.6)")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
 
-    parser = argparse.ArgumentParser(prog="export_hf_checkpoint.py", description=__doc__)
+    parser = command_parser(
+        "export-hf-checkpoint",
+        __doc__,
+        example="modelopt-eagle export-hf-checkpoint --model_path ckpts/quickstart-eagle3 --export_path head",
+    )
     parser.add_argument(
         "--model_path", required=True, type=Path, help="a training checkpoint, a run's output folder, or any head"
     )

@@ -6,13 +6,14 @@ import argparse
 import json
 
 from modelopt_eagle.common.lists import parse_ids
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.store import STORAGE_DTYPES, maintenance
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="modelopt-eagle features", description=__doc__)
+    parser = command_parser("features", __doc__, example="modelopt-eagle features inspect DIR")
     actions = parser.add_subparsers(dest="action", required=True)
     inspect = actions.add_parser("inspect", help="rows, tokens, bytes, contract, lengths (reads manifests only)")
     inspect.add_argument("folder", metavar="DIR")

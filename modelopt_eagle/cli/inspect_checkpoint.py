@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
+
 NOT_READABLE = 1
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
 
-    parser = argparse.ArgumentParser(
-        prog="modelopt-eagle inspect-checkpoint",
-        description=__doc__,
+    parser = command_parser(
+        "inspect-checkpoint",
+        __doc__,
+        example="modelopt-eagle inspect-checkpoint ckpts/quickstart-eagle3/export",
         epilog="Exit code 0: the head can be read; 1: it cannot as it is; 2: there is nothing to look at.",
     )
     parser.add_argument("path", type=Path, help="an export, another tool's head, or a training checkpoint")

@@ -11,7 +11,9 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +27,8 @@ BAD_INPUT = 2
 OUTPUT_LOST = 74
 """Exit code of a command that did its work and could not print all of what it had to say (a full disk)."""
 INTERRUPTED = 130
+GRACE_SECONDS = 5.0
+"""How long a process other than the first waits to be ended before it prints its own error."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +76,7 @@ def _guarded(action: Callable[[], int | None]) -> int:
         with shown():
             code = action() or 0
     except EagleError as error:
-        print(f"error: {visible(str(error), lines=True)}", file=sys.stderr)
+        say_once(f"error: {visible(str(error), lines=True)}")
         code = BAD_INPUT
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -85,6 +89,18 @@ def _guarded(action: Callable[[], int | None]) -> int:
         return code
     print(f"error: what was printed is not whole: {lost.strerror or lost}; the work itself was done", file=sys.stderr)
     return OUTPUT_LOST
+
+
+def say_once(line: str) -> None:
+    """Print an error; where several processes run into the same one, the first alone prints it.
+
+    The launcher ends the others as soon as the first has left. One that is not ended by then met an error of its own.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(GRACE_SECONDS)
+        line = f"process {rank}: {line}"
+    print(line, file=sys.stderr)
 
 
 def run_script(module_name: str) -> NoReturn:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 
-def build_parser() -> argparse.ArgumentParser:
+
+def build_parser() -> CommandParser:
     """The command line; parse with ``parse_intermixed_args``."""
     from modelopt_eagle.recipe.command_line import add_recipe_arguments
 
-    parser = argparse.ArgumentParser(prog="modelopt-eagle preview", description=__doc__)
+    parser = command_parser("preview", __doc__, example="modelopt-eagle preview --data chats.jsonl --model NAME")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="conversations; default: those of the recipe")
     parser.add_argument("--model", metavar="NAME", help="the target, of which only tokenizer and configs are read")
     parser.add_argument("-n", "--rows", type=int, default=3, help="rows shown, spread over the data (default 3)")

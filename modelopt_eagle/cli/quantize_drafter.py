@@ -6,14 +6,19 @@ import argparse
 import sys
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
 
-    parser = argparse.ArgumentParser(prog="quantize_drafter.py", description=__doc__)
+    parser = command_parser(
+        "quantize-drafter",
+        __doc__,
+        example="modelopt-eagle quantize-drafter --model_path head --format fp8 --export_path head-fp8",
+    )
     parser.add_argument(
         "--model_path", required=True, type=Path, help="a trained head: checkpoint, run folder or export"
     )

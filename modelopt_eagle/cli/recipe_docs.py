@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from modelopt_eagle.common.parser import command_parser
 from modelopt_eagle.errors import RecipeError
 
 
@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print, write or check the page; raises RecipeError when ``--check`` finds it out of date."""
     from modelopt_eagle.recipe.docs import PAGE, docs_path, recipe_docs
 
-    parser = argparse.ArgumentParser(prog="modelopt-eagle recipe-docs", description=__doc__)
+    parser = command_parser("recipe-docs", __doc__, example="modelopt-eagle recipe-docs --output -")
     parser.add_argument(
         "--output",
         default=docs_path() or "-",

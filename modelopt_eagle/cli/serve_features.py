@@ -13,17 +13,19 @@ from pathlib import Path
 from modelopt_eagle.common.console import say
 from modelopt_eagle.common.lists import parse_ids
 from modelopt_eagle.common.package import search_path
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import check_bind, check_free
 
 TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="modelopt-eagle serve-features",
-        description=__doc__,
+    parser = command_parser(
+        "serve-features",
+        __doc__,
+        example="modelopt-eagle serve-features --model NAME --port 8000",
         epilog=f"Off loopback a token is required: set {TOKEN_VARIABLE} to the same secret for servers and trainer. "
         "Options behind -- go to vllm serve as they are.",
     )

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
+
 if TYPE_CHECKING:
     from modelopt_eagle.data import Prompt
 
@@ -17,11 +19,15 @@ KEY_VARIABLE = "MODELOPT_EAGLE_SERVER_KEY"
 """Environment variable of the token that a server asks for; a command line is no place for it."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line."""
     from modelopt_eagle.cli._options import json_object
 
-    parser = argparse.ArgumentParser(prog="synthesize_answers.py", description=__doc__)
+    parser = command_parser(
+        "synthesize-answers",
+        __doc__,
+        example="modelopt-eagle synthesize-answers --model NAME --input prompts.jsonl --output chats.jsonl",
+    )
     parser.add_argument(
         "--model", help="target: hub id, local folder, GGUF file, or quickstart; with --server the name that it serves"
     )

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from modelopt_eagle.recipe import train_recipe
+import json
+
+from modelopt_eagle.cli._options import begin, metrics_printer
+from modelopt_eagle.recipe.command_line import TRAIN, train_arguments
 
 INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; its flags are those of train_eagle3_and_export.sh. Returns 130 if it was interrupted."""
-    recipe = train_recipe(argv)
+    """Run the command; its flags are those of train-and-export. Returns 130 if it was interrupted."""
+    recipe, arguments = train_arguments(argv, TRAIN)
+    begin(recipe, arguments)
     from modelopt_eagle.training import train
 
-    result = train(recipe)
-    print(f"checkpoint: {result.best_checkpoint}")
-    if result.acceptance_length is not None:
-        print(f"acceptance length on held-out rows: {result.acceptance_length:.3f}")
+    result = train(recipe, on_step=metrics_printer(arguments), quiet=arguments.quiet)
+    if arguments.json:
+        facts = {"checkpoint": str(result.best_checkpoint), "steps": result.steps, "finished": result.finished}
+        print(json.dumps({"result": {**facts, "acceptance_length": result.acceptance_length}}))
+    else:
+        print(f"checkpoint: {result.best_checkpoint}")
+        if result.acceptance_length is not None:
+            print(f"acceptance length on held-out rows: {result.acceptance_length:.3f}")
     return 0 if result.finished or recipe.training.dry_run else INTERRUPTED

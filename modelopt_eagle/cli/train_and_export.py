@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
-from modelopt_eagle.pipeline import RunResult, run
-from modelopt_eagle.recipe import train_recipe
+from modelopt_eagle.cli._options import begin, metrics_printer
+from modelopt_eagle.recipe.command_line import train_arguments
+
+if TYPE_CHECKING:
+    from modelopt_eagle.pipeline import RunResult
 
 INTERRUPTED, BELOW_BOUND = 130, 1
 
@@ -24,17 +28,33 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         EagleError: bad input (exit code 2 through the dispatcher).
     """
-    result = run(train_recipe(argv))
+    recipe, arguments = train_arguments(argv)
+    begin(recipe, arguments)
+    from modelopt_eagle.pipeline import run
+
+    result = run(recipe, on_step=metrics_printer(arguments), quiet=arguments.quiet)
     if not (result.training.finished or result.recipe.training.dry_run):
         return INTERRUPTED
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
-    print("\n" + summary(result))
-    if result.below_bound:
+    print(json.dumps({"result": facts(result)}) if arguments.json else "\n" + summary(result))
+    if result.below_bound and not arguments.json:
         bound = result.recipe.validation.ar_lower_bound
         print(f"acceptance length {result.acceptance_length:.3f} is below validation.ar_lower_bound {bound}")
-        return BELOW_BOUND
-    return 0
+    return BELOW_BOUND if result.below_bound else 0
+
+
+def facts(whole: RunResult) -> dict[str, Any]:
+    """The result for machines: where things lie, and ``acceptance.json``."""
+    training = whole.training
+    return {
+        "steps": training.steps,
+        "seconds": training.seconds,
+        "finished": training.finished,
+        "checkpoint": str(training.best_checkpoint),
+        "acceptance": whole.acceptance,
+        "export": None if whole.export_path is None else str(whole.export_path),
+    }
 
 
 def summary(whole: RunResult) -> str:

@@ -99,7 +99,7 @@ def terminal_bar(total: float, label: str, layout: str) -> tqdm | None:
         layout: tqdm's ``bar_format``.
     """
     handler = line_handler()
-    if handler is None or not handler.stream.isatty():
+    if handler is None or handler.level > logging.INFO or not handler.stream.isatty():
         return None
     return tqdm(total=total, desc=label, file=handler.stream, bar_format=layout, dynamic_ncols=True)
 

@@ -6,20 +6,23 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe.loader import SHORT, load_recipe
 from modelopt_eagle.recipe.recipe import Recipe
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+def add_recipe_arguments(parser: argparse.ArgumentParser, default: str | None = None, said: str | None = None) -> None:
     """Add ``--recipe`` and the overrides; parse with ``parse_intermixed_args`` so that they may stand anywhere.
 
     Args:
         parser: the command's parser.
         default: the recipe used without ``--recipe``; None for the schema's defaults.
+        said: the same in words, for the help.
     """
+    said = said or default or "the defaults of docs/recipes.md"
     parser.add_argument(
-        "--recipe", default=default, metavar="FILE", help="recipe file, or the name of a shipped one (%(default)s)"
+        "--recipe", default=default, metavar="FILE", help=f"recipe file, or the name of a shipped one (default: {said})"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values in place of the recipe's (docs/recipes.md)"
@@ -46,26 +49,50 @@ def _as_yaml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def train_parser() -> argparse.ArgumentParser:
-    """The command line of train-and-export; parse with ``parse_intermixed_args``."""
-    parser = argparse.ArgumentParser(
-        prog="train_eagle3_and_export.sh",
-        description="Train an EAGLE-3 head, measure its acceptance length and export it. Without arguments: the "
-        "bundled quick-start target and conversations.",
-        epilog="The script's own flags: --python-env current uses the active Python environment instead of .venv.",
+TRAIN = "train"
+TRAIN_AND_EXPORT = "train-and-export"
+
+
+def train_parser(command: str = TRAIN_AND_EXPORT) -> CommandParser:
+    """The command line of train-and-export and of train; parse with ``parse_intermixed_args``."""
+    export = command == TRAIN_AND_EXPORT
+    parser = command_parser(
+        command,
+        "Train a draft head"
+        + (", measure its acceptance length and export it" if export else ": checkpoints only")
+        + ". Without arguments: the bundled quick-start target and conversations.",
+        example=f"""
+            modelopt-eagle {command} --base_model NAME --data chats.jsonl --output_dir ckpts/mine
+            modelopt-eagle {command} --recipe eagle3 training.epochs=2 eagle.draft_vocab_size=32000""",
+        epilog="bash train_eagle3_and_export.sh takes the same options and makes the environment first (.venv; "
+        "--python-env current uses the active one)."
+        if export
+        else "",
     )
-    add_run_arguments(parser)
-    parser.add_argument("--output_dir", metavar="DIR", help="checkpoints, report and export (under ckpts/)")
+    add_run_arguments(parser, default="quickstart; eagle3 for another target, eagle3_offline with --offline_data")
+    parser.add_argument(
+        "--output_dir", metavar="DIR", help="checkpoints, report and export (default: ckpts/TARGET-eagle3)"
+    )
     parser.add_argument("--dry_run", action="store_true", help="everything up to the first step, train nothing")
+    parser.add_argument("-q", "--quiet", action="store_true", help="say only what goes wrong, and the result")
+    parser.add_argument("-v", "--verbose", action="store_true", help="a line for every step (training.log_steps=1)")
+    parser.add_argument(
+        "--json", action="store_true", help="on standard output one JSON object a log line, and one with the result"
+    )
     return parser
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a run is about: target, data and recipe, as every command that speaks of a run takes it."""
+def add_run_arguments(parser: argparse.ArgumentParser, default: str = "quickstart") -> None:
+    """What a run is about: target, data and recipe, as every command that speaks of a run takes it.
+
+    Args:
+        parser: the command's parser.
+        default: what is used without ``--recipe``, in words.
+    """
     parser.add_argument("--base_model", metavar="NAME", help="the target: hub id, local folder, GGUF file, quickstart")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="conversations, .jsonl")
     parser.add_argument("--offline_data", metavar="DIR", help="train from dumped features instead")
-    add_recipe_arguments(parser)
+    add_recipe_arguments(parser, said=default)
 
 
 def train_recipe(argv: list[str] | None = None) -> Recipe:
@@ -74,9 +101,24 @@ def train_recipe(argv: list[str] | None = None) -> Recipe:
     Raises:
         RecipeError: as ``load_recipe``.
     """
-    args = train_parser().parse_intermixed_args(argv)
-    dry = True if args.dry_run else None
-    return run_recipe(args, [("training.output_dir", args.output_dir), ("training.dry_run", dry)])
+    return train_arguments(argv)[0]
+
+
+def train_arguments(
+    argv: list[str] | None = None, command: str = TRAIN_AND_EXPORT
+) -> tuple[Recipe, argparse.Namespace]:
+    """The recipe of a command line of training, and its options ``quiet``, ``verbose`` and ``json``.
+
+    Raises:
+        RecipeError: as ``load_recipe``.
+    """
+    args = train_parser(command).parse_intermixed_args(argv)
+    flags = [
+        ("training.output_dir", args.output_dir),
+        ("training.dry_run", True if args.dry_run else None),
+        ("training.log_steps", 1 if args.verbose else None),
+    ]
+    return run_recipe(args, flags), args
 
 
 def run_recipe(args: argparse.Namespace, flags: Sequence[tuple[str, object]] = ()) -> Recipe:

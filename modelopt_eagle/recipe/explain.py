@@ -41,7 +41,52 @@ SYNONYMS = {
     "max_total_draft_tokens": "num_nodes",
     "dynamic_tree_topk": "topk",
     "export_path": "path",
+    "total_steps": "max_steps",
+    "max_num_steps": "max_steps",
+    "save_interval": "save_steps",
+    "eval_interval": "eval_steps",
+    "log_interval": "log_steps",
+    "train_data_path": "train_path",
+    "eval_data_path": "eval_path",
+    "train_hidden_states_path": "offline_data_path",
+    "hidden_states_path": "offline_data_path",
+    "target_model_path": "base_model",
+    "attention_backend": "attn_implementation",
+    "sp_ulysses_size": "context_parallel",
+    "cp_size": "context_parallel",
 }
+
+ELSEWHERE = {
+    "mode": "online, offline and streamed follow from data.offline_data_path and data.streaming_server_url",
+    "eagle_offline": "training from a dump follows from data.offline_data_path",
+    "eagle_architecture_config": "its parts are keys of eagle: hidden_size, intermediate_size, num_layers, ...",
+    "draft_model_config": "its parts are keys of eagle; a head's own config.json is read with model.draft_init",
+    "chat_template": "it is model.chat_template: Jinja text or a file; without it the target's own is used",
+    "eagle_freeze_base_model": "the target is always frozen; adapters on it are target_lora.rank",
+    "freeze_base_model": "the target is always frozen; adapters on it are target_lora.rank",
+    "eagle_reuse_base_decoder": "it is eagle.init: target, which starts the head as the target's last layer",
+    "tp_size": "a target over several devices is model.device: auto",
+    "is_vlm": "it follows from the target",
+    "build_dataset_num_proc": "rows are tokenised in one process",
+    "cache_dir": "features are kept with data.cache_features: disk, in the output folder",
+    "gradient_checkpointing": "for the target's adapters it is target_lora.gradient_checkpointing; a head needs none",
+}
+"""Keys of other trainers' recipes that no key of ours answers alone, and what does."""
+
+SECTIONS_ELSEWHERE = {
+    "dataset": "data",
+    "optim": "training",
+    "optimizer": "training",
+    "trainer": "training",
+    "eagle_config": "eagle",
+    "speculative": "eagle",
+    "target": "model",
+    "draft": "eagle",
+    "output": "training (output_dir) and export",
+    "profiling": "none: scripts/benchmark measures",
+    "tracker": "training (report_to)",
+}
+"""Sections of other trainers' recipes, and where their keys are here."""
 
 
 def explain(error: ValidationError, places: dict[str, str], texts: dict[str, str], path: str | Path | None) -> str:
@@ -84,13 +129,15 @@ def _fault_message(fault: ErrorDetails) -> str:
 
 def unknown_section(section: str) -> str:
     """A sentence on a section that the schema does not know, with the nearest name."""
-    near = nearest_section(section)
+    near = SECTIONS_ELSEWHERE.get(section.lower()) or nearest_section(section)
     hint = f"; nearest: {near}" if near else ""
     return f"unknown section {section!r}{hint} (sections: {', '.join(Recipe.sections())})"
 
 
 def unknown_key(section: str, key: str) -> str:
     """A sentence on a key that its section does not know, with the nearest name."""
+    if (said := ELSEWHERE.get(key.lower())) is not None:
+        return f"unknown key {key!r} in section {section!r}: {said}"
     near = nearest_key(section, key)
     hint = f"; nearest valid name: {near.removeprefix(section + '.')}" if near else "; see docs/recipes.md"
     return f"unknown key {key!r} in section {section!r}{hint}"

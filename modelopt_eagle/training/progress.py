@@ -1,11 +1,14 @@
-"""What a run shows, logs and listens to: a bar, scalars for tensorboard or wandb, Ctrl-C."""
+"""What a run shows, logs and listens to: a bar, scalars for tensorboard and other trackers, Ctrl-C."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from modelopt_eagle.common.console import clock, say, terminal_bar
 from modelopt_eagle.common.package import require_extra
@@ -49,9 +52,8 @@ class ProgressView:
             self._bar.refresh()
 
     def log_line(self, text: str) -> None:
-        """A line for a log file; a terminal shows the same in its bar."""
-        if self._bar is None:
-            self.say(text)
+        """A line that stays; on a terminal it stands above the bar, which shows the newest."""
+        self.say(text)
 
 
 def progress_text(step: int, total: int, metrics: dict, remaining: float) -> str:
@@ -65,28 +67,28 @@ def progress_text(step: int, total: int, metrics: dict, remaining: float) -> str
 
 
 class MetricLog:
-    """Scalars for tensorboard, wandb or nobody.
+    """Scalars for tensorboard, wandb, mlflow, trackio or nobody.
 
     Args:
-        kind: ``tensorboard``, ``wandb`` or ``none``.
+        kind: a value of ``training.report_to``.
         folder: the run's output folder; tensorboard writes into ``logs`` below it.
         config: plain values to record once.
         step: first step of this process; what an earlier one logged beyond it is superseded.
     """
 
     def __init__(self, kind: str, folder: Path, config: dict, step: int = 0):
-        self._writer = self._run = None
+        self._writer = self._run = self._tracker = None
         if kind == "tensorboard":
             tensorboard = require_extra("torch.utils.tensorboard", "train")
             self._writer = tensorboard.SummaryWriter(str(folder / "logs"), purge_step=step)
         elif kind == "wandb":
-            try:
-                import wandb
-            except ImportError as error:
-                raise MissingExtraError("training.report_to is wandb: pip install wandb, or set tensorboard") from error
-            self._run = wandb.init(
+            self._run = import_tracker(kind).init(
                 project="modelopt_eagle", id=folder.resolve().name, resume="allow", dir=str(folder), config=config
             )
+        elif kind in ("mlflow", "trackio"):
+            import_tracker(kind)
+            self._tracker = make_tracker(kind, folder)
+            self._tracker.store_init_configuration(flat(config))
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Log scalars of an optimiser step."""
@@ -95,13 +97,48 @@ class MetricLog:
                 self._writer.add_scalar(name, value, step)
         if self._run is not None:
             self._run.log(scalars, step=step)
+        if self._tracker is not None:
+            self._tracker.log(scalars, step=step)
 
     def close(self) -> None:
         """Flush and end."""
         if self._writer is not None:
             self._writer.close()
-        if self._run is not None:
-            self._run.finish()
+        for tracker in (self._run, self._tracker):
+            if tracker is not None:
+                tracker.finish()
+
+
+def import_tracker(name: str) -> Any:
+    """The package of a tracker.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(f"training.report_to is {name}: pip install {name}, or set tensorboard") from error
+
+
+def make_tracker(name: str, folder: Path) -> Any:
+    """A tracker of accelerate, started; its run is named for the output folder."""
+    tracking, run = require_extra("accelerate.tracking", "train"), folder.resolve().name
+    if name == "mlflow":
+        tracker = tracking.MLflowTracker("modelopt_eagle", run_name=run)
+    else:
+        tracker = tracking.TrackioTracker("modelopt_eagle", name=run)
+    tracker.start()
+    return tracker
+
+
+def flat(config: dict[str, Any]) -> dict[str, str | int | float | bool]:
+    """Nested plain values under dotted names; trackers take numbers and texts."""
+    found: dict[str, str | int | float | bool] = {}
+    for section, values in config.items():
+        for key, value in values.items():
+            found[f"{section}.{key}"] = value if isinstance(value, (str, int, float)) else json.dumps(value)
+    return found
 
 
 class StopRequest:

@@ -160,7 +160,7 @@ def test_a_whole_run_begins_with_style_and_types(copy):
     assert log(copy) == []
 
 
-@pytest.mark.parametrize("script", ["scripts/test.sh", "scripts/setup_env.sh"])
+@pytest.mark.parametrize("script", ["scripts/test.sh", "scripts/setup_env.sh", "train_eagle3_and_export.sh"])
 def test_help_installs_nothing(copy, script):
     code, out, err = run(copy, script, "--help")
     assert code == 0 and script in out and err == "" and log(copy) == []

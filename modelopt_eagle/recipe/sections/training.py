@@ -69,7 +69,11 @@ class TrainingSection(Section):
     resume: Literal["auto", "never"] = Field(
         "auto", description="`auto` goes on from the newest complete checkpoint in `output_dir`, if there is one."
     )
-    report_to: Literal["tensorboard", "wandb", "none"] = Field("tensorboard", description="Where metrics are logged.")
+    report_to: Literal["tensorboard", "wandb", "mlflow", "trackio", "none"] = Field(
+        "tensorboard",
+        description="Where metrics are logged: `tensorboard` writes into `logs/` of the output folder, the others need "
+        "their package.",
+    )
     torch_compile: bool = Field(False, description="Compile the head's forward with torch.compile.")
     context_parallel: Positive = Field(
         1,
