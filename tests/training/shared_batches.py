@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from modelopt_eagle.data import TokenizedRow
-from modelopt_eagle.draft import DraftConfig, DraftVocab
-from modelopt_eagle.draft.algorithm import random_module
+from modelopt_eagle.draft import DraftVocab
+from modelopt_eagle.draft.algorithm import find_algorithm, random_module
 from modelopt_eagle.features import OnlineSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import load_recipe
@@ -23,6 +23,7 @@ from modelopt_eagle.training.context import ByPosition, ContextGroup, SharedAxis
 from modelopt_eagle.training.states import AdaptedStates
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 
+PARALLEL = ("algorithm=peagle", "peagle.depth_floor=0.1")
 CASES = {
     "one row": ([(96, 20)], (), {}),
     "long row": ([(1024, 100)], (), {}),
@@ -34,13 +35,18 @@ CASES = {
     "labels": ([(64, 16)], ("eagle.self_logit_distillation=false",), {}),
     "in vocabulary": ([(64, 16)], ("eagle.in_vocab_only=true",), {}),
     "speculators": ([(64, 16)], ("eagle.convention=speculators",), {}),
+    "in one pass": ([(96, 20), (33, 5)], (*PARALLEL, "peagle.depth=5"), {"num_hidden_layers": 2, "mask_token_id": 255}),
+    "in one pass, adapted": ([(40, 9), (61, 30)], (*PARALLEL, "target_lora.rank=4"), {"mask_token_id": 255}),
     "three tokens": ([(3, 1)], (), {}),
     "nothing": ([(30, 30)], (), {}),
     "adapted": ([(40, 9), (61, 30)], ("target_lora.rank=4",), {}),
     "adapted, teacher learns": ([(64, 16), (20, 4)], ("target_lora.rank=4", "target_lora.preservation_weight=3"), {}),
     "adapted, warming up": ([(64, 16)], ("target_lora.rank=4",), {}),
 }
+SEED = 5
+"""Of what a drafter draws for its plan."""
 ADAPTED = {
+    "in one pass, adapted": {"adapt": True, "detach": True},
     "adapted": {"adapt": True, "detach": True},
     "adapted, teacher learns": {"adapt": True, "detach": False},
 }
@@ -61,7 +67,8 @@ def make(name: str, group: ContextGroup | None = None):
     if flags.get("decoder_type") == "kimik2":
         flags = {**flags, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
                  "v_head_dim": 12}  # fmt: skip
-    config = DraftConfig.from_target(target.config, 96, **flags)
+    algorithm = find_algorithm(recipe.drafter.algorithm)
+    config = algorithm.config.from_target(target.config, 96, **flags)
     module = random_module(config, DraftVocab.from_counts(torch.arange(256).flip(0), 96), seed=0)
     tables = TeacherTables.make(target.embedding.weight, target.head, module.target_ids)
     rows = [row(number, *shape) for number, shape in enumerate(shapes)]
@@ -74,8 +81,9 @@ def make(name: str, group: ContextGroup | None = None):
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
         source, states = UnadaptedSource(source, adapter), AdaptedStates(adapter, recipe.target_lora)
     step = TrainingStep(
-        module, tables, recipe.eagle, states=states, sharing=None if group is None else ByPosition(group)
-    )
+        module, tables, recipe.eagle, states=states, sharing=None if group is None else ByPosition(group),
+        settings=algorithm.settings(recipe),
+    )  # fmt: skip
     batch = source.load(range(len(rows)))
     return step.train(), step.place(step.share(batch), "cpu")
 
@@ -118,7 +126,7 @@ def main() -> None:
     results = {}
     for name in CASES:
         step, batch = make(name, group)
-        counts = step.count_positions(batch)
+        counts = step.count_positions(batch, torch.Generator().manual_seed(SEED))
         if counts is None:
             results[name] = None
             continue
