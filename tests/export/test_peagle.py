@@ -133,3 +133,11 @@ def test_safeailabs_code_has_no_place_for_it(folder, tmp_path):
     options = ReadOptions(target_layers=8)
     with pytest.raises(ExportError, match="SafeAILab's code has no place for .*P-EAGLE"):
         convert_checkpoint(folder, tmp_path / "eagle", "eagle", options=options)
+
+
+@pytest.mark.parametrize("version", ["0.5.0", "0.5.23"])
+def test_an_engine_that_serves_none_is_refused_for_that(version, tmp_path):
+    """Not for the layers that the old release does not read either: a newer one would not help."""
+    with pytest.raises(ExportError, match=f"SGLang {version} was asked for: SGLang serves no P-EAGLE heads$"):
+        export_checkpoint(peagle(num_hidden_layers=2), None, tmp_path / "out", for_engines={"sglang": version})
+    assert not (tmp_path / "out").exists()

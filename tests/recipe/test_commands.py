@@ -63,6 +63,15 @@ def test_commands_are_listed_with_their_help(capsys):
     assert dispatcher.main([]) == 2
 
 
+def test_the_readme_has_every_command():
+    """A row names the command, or the script of the same name."""
+    rows = "\n".join(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|"))
+    own = {"train-and-export": "train_eagle3_and_export.sh"}
+    for name in dispatcher.available_commands():
+        script = own.get(name, f"scripts/{name.replace('-', '_')}.py")
+        assert f"`{script}`" in rows or f"`modelopt-eagle {name}`" in rows or f"`{name}`" in rows, name
+
+
 def test_an_unknown_command_names_the_nearest(capsys):
     assert dispatcher.main(["recipe-dogs"]) == 2
     assert "no such command: recipe-dogs; nearest: recipe-docs" in capsys.readouterr().err

@@ -75,6 +75,13 @@ def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: st
     return [name for name, needed in needs.items() if needed]
 
 
+def unserved_drafter(engine: str, config: DraftConfig) -> str | None:
+    """Why an engine drafts with no head of this kind, as far as its releases were read; ``None``: it does."""
+    if config.algorithm in ENGINES[engine].loads.drafters:
+        return None
+    return f"{ENGINES[engine].name} serves no {algorithm_of(config).title} heads"
+
+
 def unserved_target(engine: str, architecture: str | None) -> str | None:
     """Why an engine drafts for no target of this class, as far as its releases were read; ``None``: it may."""
     known = ENGINES[engine]
@@ -102,8 +109,7 @@ def target_lines(architecture: str | None) -> list[str]:
 
 def needed_version(engine: str, config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> Need:
     """The oldest release of an engine that reads all of a head, as far as it is known."""
-    if config.algorithm not in ENGINES[engine].loads.drafters:
-        unserved = f"{ENGINES[engine].name} serves no {algorithm_of(config).title} heads"
+    if unserved := unserved_drafter(engine, config):
         return Need(None, (), (), unserved)
     features, known = features_of(config, quantised=quantised, layer_names=layer_names), ENGINES[engine].since
     found = {name: known[name].version for name in features if name in known}
@@ -145,12 +151,13 @@ def check_versions(
         wanted: engine to the version it will be served in.
 
     Raises:
-        ExportError: an unknown engine, or a release that does not read something the head needs.
+        ExportError: an unknown engine, one that serves no heads of this drafter or none for this target, or a release
+            that does not read something the head needs.
     """
     for engine, version in wanted.items():
         known, asked = engine_of(engine), parts_of(version)
         architecture = config.extra.get("target_architecture")
-        unserved = unserved_target(known.key, architecture)
+        unserved = unserved_drafter(known.key, config) or unserved_target(known.key, architecture)
         if unserved and asked <= parts_of(known.version):
             raise ExportError(f"{known.name} {version} was asked for: {unserved}")
         since = {name: known.since[name].version for name in features_of(
