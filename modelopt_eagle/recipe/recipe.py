@@ -28,6 +28,8 @@ from modelopt_eagle.recipe.sections import (
     ValidationSection,
 )
 
+OF_ONE_DRAFTER = ("medusa", "peagle", "dflash")  # sections that only the algorithm of their name reads
+
 
 def default_output_dir(base_model: str, algorithm: str) -> str:
     """The output folder of a run that names none."""
@@ -54,6 +56,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Recipe:
+        self._check_drafter()
         self._check_starting_point()
         self._check_adapters()
         self._check_shared_batches()
@@ -61,6 +64,17 @@ class Recipe(Section):
         if self.training.output_dir is None:
             self.training.output_dir = default_output_dir(self.model.base_model, self.drafter.algorithm)
         return self
+
+    def _check_drafter(self) -> None:
+        """A drafter reads no section of another one."""
+        algorithm = self.drafter.algorithm
+        others = [name for name in OF_ONE_DRAFTER if name != algorithm]
+        given = [f"{name}.{key}" for name in others for key in getattr(self, name).changed()]
+        need(
+            not given,
+            f"algorithm is {algorithm}, which does not read {', '.join(given)}: leave these keys out, or set "
+            "algorithm to the drafter of that name",
+        )
 
     def _check_starting_point(self) -> None:
         """A continued head brings its weights and its vocabulary."""

@@ -36,6 +36,9 @@ from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_re
             ["eagle.draft_vocab_size=4", "validation.mode=tree", "validation.topk=5"],
             "validation.topk 5 is larger than the draft vocabulary",
         ),
+        (["dflash.block_size=16", "dflash.gamma=4"], "eagle3, which does not read dflash.block_size, dflash.gamma"),
+        (["algorithm=dflash", "peagle.depth=4"], "peagle.depth: leave these keys out, or set algorithm"),
+        (["algorithm=peagle", "medusa.heads=3"], "algorithm is peagle, which does not read medusa.heads"),
     ],
 )
 def test_options_that_do_not_fit_together(overrides, said):
@@ -53,6 +56,7 @@ def test_options_that_do_not_fit_together(overrides, said):
         ["eagle.loss=lk", "eagle.lk_eta=2"],
         ["eagle.norm_before_fc=true", "eagle.fc_norm=true"],
         ["eagle.num_attention_heads=6", "eagle.num_key_value_heads=3"],
+        ["peagle.depth=4", "algorithm=peagle", "dflash.causal=false"],
     ],
 )
 def test_options_that_fit_together(overrides):
