@@ -1,11 +1,15 @@
 """The model card: what was trained on, acceptance by category with its interval, commands, licence."""
 
 import json
+import shlex
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from modelopt_eagle.cli.main import run_command
+from modelopt_eagle.draft.dflash.layout import DFlashLayout
+from modelopt_eagle.draft.medusa.layout import MedusaLayout
 from modelopt_eagle.export import export_checkpoint
 from modelopt_eagle.export.card import licence_of
 from tests.export.conftest import build_head
@@ -95,3 +99,12 @@ def test_export_command_puts_the_targets_licence_and_the_report_on_the_card(tmp_
     assert run_command("export_hf_checkpoint", [str(part) for part in given]) == 0
     data, text = parts((tmp_path / "out/README.md").read_text())
     assert data["license"] == "cc-by-4.0" and "made from its target: cc-by-4.0" in text and "**2.500**" in text
+
+
+@pytest.mark.parametrize("layout", [DFlashLayout(), MedusaLayout()])
+def test_the_targets_name_is_one_argument_of_every_command(layout):
+    config = SimpleNamespace(
+        target_name="a target; rm -rf b", block_size=4, causal=False, num_hidden_layers=1, heads=3, shared_output=True
+    )
+    command = next(line for line in layout.serve_lines(config, {}) if line.startswith("vllm serve"))
+    assert shlex.split(command.removesuffix("\\"))[2:4] == ["a target; rm -rf b", "--speculative-config"]

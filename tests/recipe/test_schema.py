@@ -38,6 +38,8 @@ from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_re
         ),
         (["dflash.block_size=16", "dflash.gamma=4"], "eagle3, which does not read dflash.block_size, dflash.gamma"),
         (["algorithm=dflash", "peagle.depth=4"], "peagle.depth: leave these keys out, or set algorithm"),
+        (["algorithm=dflash", "dflash.weighting=dpace", "dflash.gamma=4"], "gamma is read only when weighting is expo"),
+        (["algorithm=dflash", "dflash.dpace_alpha=0.3"], "set weighting: dpace"),
         (["algorithm=peagle", "medusa.heads=3"], "algorithm is peagle, which does not read medusa.heads"),
     ],
 )

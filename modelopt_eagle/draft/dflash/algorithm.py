@@ -37,7 +37,7 @@ NOT_READ = (
 
 
 def check_recipe(recipe: Any) -> None:
-    """Refuse keys that nothing of a DFlash head reads, and an output layer that cannot be shared.
+    """Refuse keys that nothing of a DFlash head reads, two decays, and an output layer that cannot be shared.
 
     Raises:
         RecipeError: such a key, with what to set in its place.
@@ -48,6 +48,8 @@ def check_recipe(recipe: Any) -> None:
             f"{', '.join(given)} shapes heads of another kind, and algorithm dflash drafts blocks: leave it out "
             "(dflash.block_size is how many tokens are trained)"
         )
+    if recipe.eagle.loss_decay is not None and recipe.dflash.gamma is not None:
+        raise RecipeError("eagle.loss_decay and dflash.gamma both say how the weights fall by slot: set one of them")
     if recipe.dflash.head == "target" and recipe.eagle.hidden_size is not None:
         raise RecipeError("dflash.head: target takes the target's output layer, so eagle.hidden_size follows: leave it")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.text import argument
 from modelopt_eagle.draft.dflash.config import DFlashConfig
 from modelopt_eagle.draft.dflash.module import DFlashModule
 from modelopt_eagle.errors import CheckpointError
@@ -118,7 +119,7 @@ class DFlashLayout:
         drafted = config.block_size - 1
         lines = [
             "```bash",
-            f"vllm serve {config.target_name or 'TARGET'} --speculative-config \\",
+            f"vllm serve {argument(config.target_name or 'TARGET')} --speculative-config \\",
             f'  \'{{"method": "dflash", "model": "THIS_FOLDER", "num_speculative_tokens": {drafted}}}\'',
             "```",
         ]

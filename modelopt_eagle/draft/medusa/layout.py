@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelopt_eagle.common.text import argument
 from modelopt_eagle.draft.medusa.config import MedusaConfig
 from modelopt_eagle.draft.medusa.module import MedusaModule
 from modelopt_eagle.errors import CheckpointError
@@ -91,7 +92,7 @@ class MedusaLayout:
 
     def serve_lines(self, config: MedusaConfig, data: dict[str, Any]) -> list[str]:
         """How vLLM serves it."""
-        target = config.target_name or "TARGET"
+        target = argument(config.target_name or "TARGET")
         if not config.shared_output and config.draft_vocab_size != config.vocab_size:
             return ["vLLM serves heads with output layers of their own over the full vocabulary only: this one not."]
         return [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from modelopt_eagle.recipe.bounds import need
 from modelopt_eagle.recipe.sections.base import Positive, PositiveFloat, Section, Share
 
 
@@ -32,3 +33,15 @@ class DFlashSection(Section):
         None,
         description="Token of the slots that are to be drafted: one that the target does not write; null: chosen.",
     )
+
+    @model_validator(mode="after")
+    def _weights_fit_together(self) -> DFlashSection:
+        need(
+            self.weighting == "exponential" or self.gamma is None,
+            "gamma is read only when weighting is exponential: leave it out, or set weighting: exponential",
+        )
+        need(
+            self.weighting == "dpace" or self.dpace_alpha == self.default("dpace_alpha"),
+            "dpace_alpha is read only when weighting is dpace: set weighting: dpace, or leave it",
+        )
+        return self

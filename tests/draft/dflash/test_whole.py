@@ -112,6 +112,7 @@ def test_more_tokens_than_a_bidirectional_block_was_trained_with_are_refused(tra
         (["eagle.norm_output=true"], "eagle.norm_output shapes heads of another kind"),
         (["eagle.init=target"], "algorithm dflash has no eagle.init: target"),
         (["training.context_parallel=2"], "multiple of 2|no training.context_parallel"),
+        (["eagle.loss_decay=0.8", "dflash.gamma=4"], "both say how the weights fall by slot"),
         (["dflash.head=target", "eagle.hidden_size=32"], "takes the target's output layer"),
         (["dflash.mask_token_id=9999"], "the target has 256 tokens"),
         (["dflash.mask_token_id=101"], "occurs .* times in the text"),
