@@ -24,6 +24,8 @@ HOW = "bash scripts/test.sh --engine"
 
 def pytest_addoption(parser):
     parser.addoption("--engine", action="store_true", help="also the tests that start vLLM, in .venv-vllm")
+    parser.addoption("--fuzz-seconds", type=float, default=20.0, help="for all readers and servers (default 20)")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="another seed tries other inputs (default 0)")
 
 
 def engine_missing():

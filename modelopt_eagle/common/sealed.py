@@ -28,6 +28,12 @@ def seal(folder: Path, **values) -> None:
     write_whole(folder / SEAL, json.dumps({**values, "files": files}, indent=1))
 
 
+def is_sealed(folder: Path) -> bool:
+    """Whether a folder has a seal that vouches for files; an empty object says only that the folder is complete."""
+    marker = folder / SEAL
+    return marker.is_file() and marker.read_bytes().strip() != b"{}"
+
+
 def seal_fault(
     folder: Path, needed: Collection[str] = (), concerns: Callable[[str], bool] = lambda name: True
 ) -> str | None:

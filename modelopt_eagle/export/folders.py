@@ -10,7 +10,7 @@ from pathlib import Path
 from modelopt_eagle.common import folders
 from modelopt_eagle.common.files import disk_trouble
 from modelopt_eagle.common.folders import bring_back
-from modelopt_eagle.common.sealed import SEAL, seal_fault
+from modelopt_eagle.common.sealed import SEAL, is_sealed, seal_fault
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.target.lora import CONFIG as ADAPTER_CONFIG
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
@@ -87,7 +87,7 @@ def as_written(folder: Path) -> Path:
     Raises:
         CheckpointError: a file of the head was altered since it was written, or is missing.
     """
-    if step_of(folder) >= 0 and (folder / COMPLETE_MARKER).is_file():
+    if step_of(folder) >= 0 and is_sealed(folder):
         fault = seal_fault(folder, concerns=lambda name: not name.endswith(".pt"))  # the head does not depend on those
         if fault is not None:
             raise CheckpointError(f"{folder} is not as training wrote it: {fault}; use another checkpoint of the run")

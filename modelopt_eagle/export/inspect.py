@@ -20,7 +20,7 @@ from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import ReadOptions, detect_layout
 from modelopt_eagle.export.load import read_config, read_head
 from modelopt_eagle.export.quant_formats import is_quantised, scaled_layers
-from modelopt_eagle.export.tensors import map_kind, module_tensors, read_json, read_tensors
+from modelopt_eagle.export.tensors import map_kind, module_tensors, of_its_kind, read_json, read_tensors
 from modelopt_eagle.export.universal import aux_ids_of
 
 
@@ -104,6 +104,7 @@ def dtype_notes(dtypes: list[str], target: torch.dtype | None) -> list[str]:
     ]
 
 
+@of_its_kind
 def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> Inspection:
     """Look into a folder without refusing what is wrong with it.
 

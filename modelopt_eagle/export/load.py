@@ -17,7 +17,7 @@ from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions, detect_layout, foreign_config, with_head_rows
 from modelopt_eagle.export.quant_formats import is_quantised, unpacked, with_packed
-from modelopt_eagle.export.tensors import check_names, module_tensors, read_json, read_tensors, vocab_of
+from modelopt_eagle.export.tensors import check_names, module_tensors, of_its_kind, read_json, read_tensors, vocab_of
 from modelopt_eagle.export.universal import drafter_of, parse_universal
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 
@@ -143,6 +143,7 @@ def head_module(
     return module
 
 
+@of_its_kind
 def read_head(
     path: str | Path,
     *,
@@ -208,6 +209,7 @@ def read_head(
     return LoadedHead(with_packed(module, packed) if packed else module, layout, folder, left_out)
 
 
+@of_its_kind
 def load_draft(
     path: str | Path,
     *,

@@ -5,8 +5,11 @@ The module says ``layers.N.*``, files say that or ``midlayer.*``. The vocabulary
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +21,10 @@ from modelopt_eagle.draft import DraftConfig, DraftVocab
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.build import bare_head
-from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.errors import CheckpointError, EagleError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SINGLE_FILES = ("model.safetensors", "draft.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -27,6 +33,29 @@ NOT_OF_THE_HEAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")
 """Copies of the target's tensors, and tables that are computed; left out, and counted, when reading."""
 CONVENTIONS = ("offset", "absolute")
 """What a ``d2t`` can hold."""
+
+
+def of_its_kind(read: Callable[P, T]) -> Callable[P, T]:
+    """A reader of a head's folder that answers values of other kinds in its files by an error of the project.
+
+    Returns:
+        the reader; a ``CheckpointError`` names the folder where Python's own errors would name a line of ours.
+    """
+
+    @functools.wraps(read)
+    def guarded(*arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            return read(*arguments, **options)
+        except EagleError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            place = arguments[0] if arguments else options.get("path")
+            raise CheckpointError(
+                f"{place} cannot be read as a head: a value in its files is not of its kind ({type(error).__name__}: "
+                f"{error}); copy it again, or export it again"
+            ) from error
+
+    return guarded
 
 
 def read_json(path: Path) -> dict:

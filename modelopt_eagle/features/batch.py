@@ -47,6 +47,9 @@ _FIELD_KINDS = {
     "template_hash": _is_text_or_none,
     "hidden_size": _is_size,
     "vocab_size": _is_size,
+    "end_token_ids": lambda value: (
+        value is None or (isinstance(value, (list, tuple)) and all(type(i) is int and 0 <= i < 2**31 for i in value))
+    ),
 }
 """What a contract's fields may hold that somebody else has written."""
 
@@ -143,7 +146,7 @@ class FeatureContract:
                 f"contract fields {missing} are missing; a version {FORMAT_VERSION} contract has {sorted(names)}"
             )
         for name, fits in _FIELD_KINDS.items():
-            if not fits(values[name]):
+            if not fits(values.get(name)):
                 raise FeatureError(f"contract field {name} holds {values[name]!r}, which is not of its kind")
         return cls(**values)
 
