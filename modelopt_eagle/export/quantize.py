@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from modelopt_eagle.common.dtypes import parse_dtype
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import DraftConfig, EagleModule
+from modelopt_eagle.draft.algorithm import algorithm_of
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.eagle3.rollout import rollout
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
@@ -178,6 +180,20 @@ def check_written(
         raise ExportError("an engine would read the quantised folder wrongly: it " + "; it ".join(reasons))
 
 
+def check_quantisable(module: DraftModule) -> None:
+    """Refuse heads that the rollout of :func:`feed` would calibrate on numbers which they never meet.
+
+    Raises:
+        ExportError: a head of another drafter than EAGLE-3.
+    """
+    algorithm = algorithm_of(module.config)
+    if algorithm.name != "eagle3":
+        raise ExportError(
+            f"heads of {algorithm.title} are not quantised here: calibration runs the steps of an EAGLE-3 rollout; "
+            "export the head as it is"
+        )
+
+
 def quantize_drafter(
     module: EagleModule,
     path: str | Path,
@@ -208,8 +224,10 @@ def quantize_drafter(
         what was written, with the acceptance before and after where it was measured.
 
     Raises:
-        ExportError: the head lost more than ``max_drop``; or see :func:`calibrate`.
+        ExportError: the head lost more than ``max_drop``, or is of another drafter than EAGLE-3; or see
+            :func:`calibrate`.
     """
+    check_quantisable(module)
     module = without_copy(rebuilt(module, with_target(module.config, target)), table_of(target))
     config = module.config
     dtype = parse_dtype(dtype) or module.fc.weight.dtype

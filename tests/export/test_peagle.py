@@ -10,6 +10,7 @@ from modelopt_eagle.draft.peagle.config import PEagleConfig
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export import convert_checkpoint, engine_reasons, export_checkpoint, inspect_checkpoint, load_draft
 from modelopt_eagle.export.foreign import ReadOptions
+from modelopt_eagle.export.quantize import quantize_drafter
 from tests.export.conftest import LATENT, build_head, stand_in_tables
 
 
@@ -127,6 +128,11 @@ def test_a_folder_of_specforge_is_read(folder):
     module = load_draft(edit(folder, like_specforge))
     assert isinstance(module.config, PEagleConfig)
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in peagle().state_dict().items())
+
+
+def test_it_is_not_quantised_by_a_rollout_that_it_never_makes(tmp_path):
+    with pytest.raises(ExportError, match="heads of P-EAGLE are not quantised here"):
+        quantize_drafter(peagle(), tmp_path / "fp8", "fp8", lambda module: None)
 
 
 def test_safeailabs_code_has_no_place_for_it(folder, tmp_path):
