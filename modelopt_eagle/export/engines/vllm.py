@@ -172,6 +172,7 @@ EVIDENCE = (
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "dflash": {"method": "dflash"},
     "eagle3": {"method": "eagle3"},
     "medusa": {"method": "medusa"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
