@@ -49,10 +49,6 @@ DRAFTERS = {
             "training.batch_size=4", "training.epochs=1",
         ],
     ),
-    "medusa": (
-        (29,),
-        ["algorithm=medusa", "medusa.heads=3", "eagle.draft_vocab_size=4096", "training.learning_rate=2e-3"],
-    ),
 }  # fmt: skip
 """The same of heads of the other drafters."""
 

@@ -323,7 +323,7 @@ def test_command_line_errors_and_estimate(tiny_target_dir, conversations, tmp_pa
     from modelopt_eagle.cli._dump import build_parser, run
 
     def call(*options):
-        parser = build_parser(script.__doc__)
+        parser = build_parser(script.__doc__, "dump")
         parser.add_argument("--device", default="cpu")
         base = [
             "--model",

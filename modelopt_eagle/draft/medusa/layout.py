@@ -1,8 +1,8 @@
 """The folder of Medusa heads that vLLM's ``MedusaModel`` reads.
 
 ``blocks.K.layers.N.weight``; ``lm_head.weight`` with ``original_lm_head: true`` for a shared output, else
-``lm_heads.K.weight``; ``token_map [Vd]`` target ids of a reduced vocabulary. vLLM 0.32 builds the outputs of heads that
-do not share one for the whole vocabulary, so with a reduced one it serves shared outputs only.
+``lm_heads.K.weight``; ``token_map [Vd]`` target ids of a reduced vocabulary. vLLM 0.32 reads ``token_map`` and then
+counts it among the weights that no file brought, so it starts with heads over the whole vocabulary only.
 """
 
 from __future__ import annotations
@@ -93,10 +93,13 @@ class MedusaLayout:
     def serve_lines(self, config: MedusaConfig, data: dict[str, Any]) -> list[str]:
         """How vLLM serves it."""
         target = argument(config.target_name or "TARGET")
-        if not config.shared_output and config.draft_vocab_size != config.vocab_size:
-            return ["vLLM serves heads with output layers of their own over the full vocabulary only: this one not."]
+        if config.draft_vocab_size != config.vocab_size:
+            return [
+                "vLLM 0.32 does not start with a Medusa head over a reduced vocabulary (it takes `token_map` for a "
+                "missing weight): train with `eagle.draft_vocab_size: null` to serve it there."
+            ]
         return [
-            "vLLM, tested with 0.32.0 (run on a CPU):",
+            "vLLM (by the source of 0.32.0, not run):",
             "",
             "```bash",
             f"vllm serve {target} --speculative-config "
