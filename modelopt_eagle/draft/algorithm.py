@@ -140,6 +140,25 @@ class Cost:
     parameters: int | None = None
 
 
+def cost_of_every_weight(module: type[DraftModule], config: DraftConfig) -> Cost:
+    """Cost of a head that runs as a whole over every token, and once more for each prediction of a later depth."""
+    with torch.device("meta"):  # one output row: its size is known, and no vocabulary map is needed
+        bare = module(type(config).from_dict({**config.to_dict(), "draft_vocab_size": 1}))
+    inner = sum(p.numel() for name, p in bare.named_parameters() if name != "lm_head.weight")
+    return Cost(inner, inner, config.draft_vocab_size * config.hidden_size)
+
+
+def refuse_keys(recipe: Any, keys: Sequence[str], reason: str) -> None:
+    """Refuse keys of ``eagle`` that were set and that nothing of an algorithm reads.
+
+    Raises:
+        RecipeError: such keys, followed by ``reason``.
+    """
+    given = [f"eagle.{key}" for key in keys if getattr(recipe.eagle, key) != recipe.eagle.default(key)]
+    if given:
+        raise RecipeError(f"{', '.join(given)} {reason}")
+
+
 def _of_the_recipe(*given: Any) -> None:
     """Nothing of its own: what the recipe says."""
 

@@ -12,6 +12,26 @@ MEANT_FOR_IT = ("mask", "unused", "reserved")
 """Words in the name of a token that was kept free for uses like this one."""
 
 
+def settle_mask_token(config: Any, asked: int | None, tables: Any, counts: Tensor, key: str) -> None:
+    """Choose the mask token of a new head, and hold a given one against the text.
+
+    Args:
+        config: of the head; its ``mask_token_id`` is filled in where it is ``None``.
+        asked: the recipe's; ``None`` leaves the choice.
+        tables: the target's, of which tokenizer and end tokens are read.
+        counts: ``[V]`` how often each token is to be learned.
+        key: of the recipe that names one.
+
+    Raises:
+        RecipeError: a mask token that the text uses, or another one than a continued head has.
+    """
+    if config.mask_token_id is None:
+        config.mask_token_id = choose_mask_token(counts, tables.tokenizer, list(tables.end_token_ids), key)
+    if asked not in (None, config.mask_token_id):
+        raise RecipeError(f"{key} is {asked}, the head was trained with {config.mask_token_id}: leave it at null")
+    check_mask_token(config.mask_token_id, counts, key)
+
+
 def check_mask_token(token: int, counts: Tensor, key: str) -> None:
     """Refuse a mask token that the target writes itself.
 

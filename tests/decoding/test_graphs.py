@@ -59,7 +59,9 @@ def test_replayed_drafts_are_the_loops_own(target, good_head, prompts, greedy, o
 def test_sampling_draws_the_same(target, good_head, prompts, options):
     plain, recorded = pair(target, good_head, **options)
     wishes = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 0.9], top_p=0.9, seed=3)
-    same(recorded.generate(prompts, 20, **wishes), plain.generate(prompts, 20, **wishes))
+    drawn = recorded.generate(prompts, 20, **wishes)
+    same(drawn, plain.generate(prompts, 20, **wishes))
+    assert recorded._recorder.replays and drawn.tokens != recorded.generate(prompts, 20).tokens
 
 
 HEADS = {
@@ -213,6 +215,7 @@ def test_a_call_inside_a_call_has_memory_of_its_own(target, good_head, prompts):
             inner.append(recorded.generate(prompts[3:], 10))
 
     outer = recorded.generate(prompts[:3], 20, on_tokens=call)
+    assert len(inner) == 1 and recorded._recorder.replays
     same(outer, plain.generate(prompts[:3], 20))
     same(inner[0], plain.generate(prompts[3:], 10))
 

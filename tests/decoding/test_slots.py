@@ -178,12 +178,15 @@ def test_a_tensor_of_slots_is_never_read_back():
     with Tape([slot]):  # raises where a value is read back
         slots.store(slot, tree)
         slots.gather(slot, out=out)
+    for name in FIELDS:
+        assert torch.equal(getattr(out, name)[0], getattr(tree, name)[0]), name
 
 
 def test_slots_and_buffer_need_no_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None; "
         "from modelopt_eagle.decoding import CaptureBuffer, TreeSlots; "
-        "TreeSlots(2, 8, 2).gather([0]); CaptureBuffer(8, 4, 3, 2, 5)"
+        "TreeSlots(2, 8, 2).gather([0]); CaptureBuffer(8, 4, 3, 2, 5); print('made')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "made"

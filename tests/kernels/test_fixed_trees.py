@@ -74,4 +74,6 @@ def test_the_ring_holds_the_window_and_the_tree():
 def test_the_pages_worked_example():
     """The block of ``docs/kernels.md`` as it stands there."""
     page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
-    exec(re.search(r"## The history.*?```python\n(.*?)```", page, re.S)[1], {})
+    names: dict = {}
+    exec(re.search(r"## The history.*?```python\n(.*?)```", page, re.S)[1], names)
+    assert names["accepted"].tokens.tolist() == [[12, 23, 50, -1]]

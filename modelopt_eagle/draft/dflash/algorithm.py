@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter
+from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter, refuse_keys
 from modelopt_eagle.draft.dflash.block import BlockSettings, block_drafts, block_states, dpace_weights, plan_blocks
 from modelopt_eagle.draft.dflash.config import DFlashConfig
 from modelopt_eagle.draft.dflash.draft_loop import BlockDrafter
 from modelopt_eagle.draft.dflash.layout import DFlashLayout
 from modelopt_eagle.draft.dflash.module import DFlashModule
 from modelopt_eagle.draft.dflash.probe import probe
-from modelopt_eagle.draft.mask_token import check_mask_token, choose_mask_token
+from modelopt_eagle.draft.mask_token import settle_mask_token
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError, RecipeError
 from modelopt_eagle.kernels.recorder import Recorder
@@ -42,12 +42,12 @@ def check_recipe(recipe: Any) -> None:
     Raises:
         RecipeError: such a key, with what to set in its place.
     """
-    given = [f"eagle.{key}" for key in NOT_READ if getattr(recipe.eagle, key) != recipe.eagle.default(key)]
-    if given:
-        raise RecipeError(
-            f"{', '.join(given)} shapes heads of another kind, and algorithm dflash drafts blocks: leave it out "
-            "(dflash.block_size is how many tokens are trained)"
-        )
+    refuse_keys(
+        recipe,
+        NOT_READ,
+        "shapes heads of another kind, and algorithm dflash drafts blocks: leave it out "
+        "(dflash.block_size is how many tokens are trained)",
+    )
     if recipe.eagle.loss_decay is not None and recipe.dflash.gamma is not None:
         raise RecipeError("eagle.loss_decay and dflash.gamma both say how the weights fall by slot: set one of them")
     if recipe.dflash.head == "target" and recipe.eagle.hidden_size is not None:
@@ -76,12 +76,7 @@ def complete(config: DFlashConfig, recipe: Any, tables: Any, counts: Tensor) -> 
     Raises:
         RecipeError: a mask token that the text uses, or another one than a continued head has.
     """
-    asked = recipe.dflash.mask_token_id
-    if config.mask_token_id is None:
-        config.mask_token_id = choose_mask_token(counts, tables.tokenizer, list(tables.end_token_ids), MASK_KEY)
-    if asked not in (None, config.mask_token_id):
-        raise RecipeError(f"{MASK_KEY} is {asked}, the head was trained with {config.mask_token_id}: leave it at null")
-    check_mask_token(config.mask_token_id, counts, MASK_KEY)
+    settle_mask_token(config, recipe.dflash.mask_token_id, tables, counts, MASK_KEY)
     changes = tables.head.bias is not None or tables.head.scale != 1.0 or tables.head.cap is not None
     if config.shares_head and changes:
         raise RecipeError(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter
+from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter, cost_of_every_weight
 from modelopt_eagle.draft.config import DraftConfig
 from modelopt_eagle.draft.eagle3.draft_loop import EagerDrafter
 from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
@@ -28,10 +27,7 @@ def make_drafter(module: EagleModule, embedding: nn.Module, plan: DraftPlan, rec
 
 def training_cost(config: DraftConfig) -> Cost:
     """Every token runs through the head at the first step, and each counted prediction of a later step once more."""
-    with torch.device("meta"):  # one output row: its size is known, and no vocabulary map is needed
-        module = EagleModule(DraftConfig.from_dict({**config.to_dict(), "draft_vocab_size": 1}))
-    inner = sum(p.numel() for name, p in module.named_parameters() if name != "lm_head.weight")
-    return Cost(inner, inner, config.draft_vocab_size * config.hidden_size)
+    return cost_of_every_weight(EagleModule, config)
 
 
 STRUCTURE = {

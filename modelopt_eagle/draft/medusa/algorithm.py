@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter
+from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter, refuse_keys
 from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.draft.eagle3.algorithm import STRUCTURE as EAGLE_STRUCTURE
 from modelopt_eagle.draft.medusa.config import MedusaConfig
@@ -31,12 +31,12 @@ def check_recipe(recipe: Any) -> None:
     Raises:
         RecipeError: such a key, with what to set in its place.
     """
-    given = [f"eagle.{key}" for key in NOT_READ if getattr(recipe.eagle, key) != recipe.eagle.default(key)]
-    if given:
-        raise RecipeError(
-            f"{', '.join(given)} shapes a decoder layer or its steps, and Medusa heads have none: leave it out "
-            "(medusa.heads is how many tokens are drafted)"
-        )
+    refuse_keys(
+        recipe,
+        NOT_READ,
+        "shapes a decoder layer or its steps, and Medusa heads have none: leave it out "
+        "(medusa.heads is how many tokens are drafted)",
+    )
     if recipe.model.draft_init_vocab == "rebuild" and not recipe.medusa.shared_output:
         raise RecipeError(
             "model.draft_init_vocab: rebuild moves the rows of one output layer, and medusa.shared_output: false has "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter
+from modelopt_eagle.draft.algorithm import Algorithm, Cost, Drafter, cost_of_every_weight, refuse_keys
 from modelopt_eagle.draft.eagle3.algorithm import STRUCTURE as EAGLE_STRUCTURE
 from modelopt_eagle.draft.eagle3.initialise import start_from_target
-from modelopt_eagle.draft.mask_token import check_mask_token, choose_mask_token
+from modelopt_eagle.draft.mask_token import settle_mask_token
 from modelopt_eagle.draft.peagle.config import PEagleConfig
 from modelopt_eagle.draft.peagle.draft_loop import ParallelDrafter
 from modelopt_eagle.draft.peagle.module import PEagleModule
@@ -34,12 +33,12 @@ def check_recipe(recipe: Any) -> None:
     Raises:
         RecipeError: such a key, with what to set in its place; or a depth beyond the window.
     """
-    given = [f"eagle.{key}" for key in OF_A_NEXT_STEP if getattr(recipe.eagle, key) != recipe.eagle.default(key)]
-    if given:
-        raise RecipeError(
-            f"{', '.join(given)} shapes the steps of a rollout, and algorithm peagle drafts in one pass: leave it out "
-            "(peagle.depth is how many tokens are trained)"
-        )
+    refuse_keys(
+        recipe,
+        OF_A_NEXT_STEP,
+        "shapes the steps of a rollout, and algorithm peagle drafts in one pass: leave it out "
+        "(peagle.depth is how many tokens are trained)",
+    )
     window = recipe.eagle.sliding_window
     if window is not None and recipe.peagle.depth > window:
         raise RecipeError(
@@ -64,12 +63,7 @@ def complete(config: PEagleConfig, recipe: Any, tables: Any, counts: Tensor) -> 
     Raises:
         RecipeError: a mask token that the text uses, or another one than a continued head has.
     """
-    asked = recipe.peagle.mask_token_id
-    if config.mask_token_id is None:
-        config.mask_token_id = choose_mask_token(counts, tables.tokenizer, list(tables.end_token_ids), MASK_KEY)
-    if asked not in (None, config.mask_token_id):
-        raise RecipeError(f"{MASK_KEY} is {asked}, the head was trained with {config.mask_token_id}: leave it at null")
-    check_mask_token(config.mask_token_id, counts, MASK_KEY)
+    settle_mask_token(config, recipe.peagle.mask_token_id, tables, counts, MASK_KEY)
     config.trained_depth = recipe.peagle.depth
 
 
@@ -94,10 +88,7 @@ def trained_depths(settings: ParallelSettings) -> int:
 
 def training_cost(config: PEagleConfig) -> Cost:
     """Every token runs through the head, and each mask row once more."""
-    with torch.device("meta"):  # one output row: its size is known, and no vocabulary map is needed
-        module = PEagleModule(PEagleConfig.from_dict({**config.to_dict(), "draft_vocab_size": 1}))
-    inner = sum(p.numel() for name, p in module.named_parameters() if name != "lm_head.weight")
-    return Cost(inner, inner, config.draft_vocab_size * config.hidden_size)
+    return cost_of_every_weight(PEagleModule, config)
 
 
 def make_drafter(module: PEagleModule, embedding: nn.Module, plan: DraftPlan, recorder: Recorder | None) -> Drafter:
