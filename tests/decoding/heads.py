@@ -15,6 +15,18 @@ PROMPTS = [
     [90, 30, 60, 120, 180],
 ]
 
+LLAMA_SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+)
+"""A small target of the names that most families share."""
+
 
 def make_head(target, seed=1, draft_vocab_size=None, **overrides) -> EagleModule:
     """A random head; a reduced vocabulary takes every other token first."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from heads import make_head
+from heads import LLAMA_SIZES, make_head
 from oracle import install
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
@@ -11,18 +11,7 @@ from modelopt_eagle.decoding.target_runner import TargetRunner
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
-BASE = dict(
-    vocab_size=128,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+BASE = dict(LLAMA_SIZES, vocab_size=128, max_position_embeddings=512)
 MIXED = ["sliding_attention", "full_attention"] * 3
 KINDS = {
     "llama, grouped": ("Llama", {}),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from heads import make_head
+from heads import LLAMA_SIZES, make_head
 from oracle import install
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
@@ -12,18 +12,7 @@ from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
 VOCAB = 96
-BASE = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+BASE = dict(LLAMA_SIZES, vocab_size=VOCAB, max_position_embeddings=256)
 KINDS = {
     "lfm2": ("Lfm2", dict(layer_types=["conv", "conv", "full_attention"] * 2, conv_L_cache=3, block_multiple_of=8)),
     "qwen3-next": (
