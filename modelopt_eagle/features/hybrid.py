@@ -82,6 +82,7 @@ class HybridSource(PlannedSource):
         shard_bytes: size of the shards written.
         rank, world_size: this process, and how many fill the store together.
         barrier: returns when all processes have called it; needed for several.
+        cancel: breaks off a ``make`` under way in another thread; called when an epoch is left before its end.
 
     Attributes:
         found: rows that the store held at open.
@@ -108,12 +109,13 @@ class HybridSource(PlannedSource):
         rank: int = 0,
         world_size: int = 1,
         barrier: Callable[[], None] | None = None,
+        cancel: Callable[[], None] | None = None,
     ):
         if on_missing not in ("fail", "skip", "generate"):
             raise FeatureError(f"on_missing={on_missing!r} is not known; choose fail, skip or generate")
         if on_missing == "generate" and make is None:
             raise FeatureError("on_missing: generate needs a target or a feature server to make rows with")
-        self._rows, self._make, self._folder = rows_of(dataset), make, Path(folder)
+        self._rows, self._make, self._cancel, self._folder = rows_of(dataset), make, cancel, Path(folder)
         self._data = dataset_hash(self._rows)
         self._fresh: dict[int, FeatureRow] = {}  # made, and not yet in a shard
         self._lock = threading.Lock()
@@ -222,7 +224,9 @@ class HybridSource(PlannedSource):
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
         try:
-            yield from self._prefetcher.run(plan, lambda indices: self._load(indices) if indices else None)
+            yield from self._prefetcher.run(
+                plan, lambda indices: self._load(indices) if indices else None, self._cancel
+            )
         finally:
             self.flush()  # also when the epoch is broken off
 

@@ -36,10 +36,10 @@ class Prefetcher:
         self.waited = 0.0
         self.peak = 0
 
-    def run(self, work: Sequence, make: Callable[[object], T]) -> Iterator[T]:
+    def run(self, work: Sequence, make: Callable[[object], T], cancel: Callable[[], None] | None = None) -> Iterator[T]:
         """Results in the order of ``work``; an exception of ``make`` is raised here, at its place in the order.
 
-        Closing the iterator ends the thread after the result that it is making.
+        Closing the iterator ends the thread after the result that it is making, which ``cancel`` breaks off.
         """
         ready: queue.Queue = queue.Queue(maxsize=self.depth)
         stop = threading.Event()
@@ -77,6 +77,8 @@ class Prefetcher:
                 yield result
         finally:
             stop.set()
+            if cancel is not None:
+                cancel()
             thread.join()
 
 

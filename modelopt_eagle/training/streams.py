@@ -40,13 +40,14 @@ def from_servers_or_filled_store(
     contract = FeatureContract.from_identity(target.identity(), aux_layer_ids, "bfloat16")
     contract = replace(contract, end_token_ids=target.end_token_ids)
     header = dataset.header().splitlines()
+    cancel = None
     if recipe.data.asks_servers:
         urls = split_list(recipe.data.streaming_server_url)
         token = os.environ.get(TOKEN_VARIABLE)
         transport = recipe.data.streaming_transport
         source = StreamedSource(urls, dataset, target, contract.aux_layer_ids, token=token, transport=transport)
         header.append(f"features: from {', '.join(urls)}")
-        make = source.fetch_rows
+        make, cancel = source.fetch_rows, source.cancel
     elif recipe.data.on_missing == "generate":
 
         def make(rows):
@@ -63,6 +64,7 @@ def from_servers_or_filled_store(
             contract,
             on_missing=recipe.data.on_missing,
             make=make,
+            cancel=cancel,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
             barrier=accelerator.wait_for_everyone,

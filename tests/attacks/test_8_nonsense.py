@@ -43,13 +43,13 @@ LIES = {
 def test_states_in_another_order_are_refused_at_the_start(tiny_target, dataset, monkeypatch, name):
     lying(monkeypatch, LIES[name])
     with serving(tiny_target) as server, pytest.raises(StreamError, match="sent states that are not those of the text"):
-        StreamedSource([server.url], dataset, tiny_target, AUX, timeout=5.0)
+        StreamedSource([server.url], dataset, tiny_target, AUX, timeout=30.0)
 
 
 def test_a_server_that_begins_to_lie_later_is_found(tiny_target, dataset, monkeypatch):
     monkeypatch.setattr(plausible, "EVERY_ROWS", 2)
     with serving(tiny_target) as server:
-        source = StreamedSource([server.url], dataset, tiny_target, AUX, timeout=5.0)
+        source = StreamedSource([server.url], dataset, tiny_target, AUX, timeout=30.0)
         assert source.load([0, 1, 2]).row_ids
         lying(monkeypatch, lambda states: states.flip(0))
         with pytest.raises(StreamError, match="not those of the text"):
@@ -108,4 +108,4 @@ def test_an_identity_of_another_kind_is_an_error(tiny_target, dataset, monkeypat
         for value in (3, {"a": 1}, "1,3,4", None, [[1], 3, 4]):
             server._mailbox._identity["aux_layer_ids"] = json.loads(json.dumps(value))
             with pytest.raises(StreamError, match="aux_layer_ids"):
-                StreamedSource([server.url], dataset, tiny_target, AUX, timeout=5.0)
+                StreamedSource([server.url], dataset, tiny_target, AUX, timeout=30.0)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from modelopt_eagle.common.console import warn
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.client import TRANSPORTS, MailboxClient, StreamTimeout
 from modelopt_eagle.features.stream.http import CompletionsClient
@@ -25,6 +26,7 @@ class _Server:
     busy: int = 0
     failures: int = 0
     rests_until: float = 0.0
+    failed_since: float | None = None
     instance: str | None = None  # of the process that was checked; another one is checked anew
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,29 +66,29 @@ class ServerPool:
         self._timeout, self._patience = timeout, patience
         self._lock = threading.Lock()
 
-    def fetch(self, row_id: str, token_ids: Sequence[int]) -> FeatureMessage:
+    def fetch(self, row_id: str, token_ids: Sequence[int], stop: threading.Event | None = None) -> FeatureMessage:
         """States of one row, from any server.
 
         Args:
             row_id: for messages.
             token_ids: the tokens of the row.
+            stop: once set, no server is asked again.
 
         Raises:
             StreamError: a server refused the row or is of another model, answered nonsense or states of other tokens;
-                or no server has answered for ``patience`` seconds.
+                no server has answered for ``patience`` seconds; or ``stop`` was set.
         """
         give_up = time.monotonic() + self._patience
+        stop = stop or threading.Event()
         while True:
-            server = self._take()
+            server = self._take(stop)
             try:
                 message = self._ask(server, row_id, token_ids)
-                server.failures = 0
+                if server.failed_since is not None:
+                    self._recovered(server)
                 return message
             except StreamTimeout as error:
-                with self._lock:
-                    rest = min(_FIRST_REST * 2**server.failures, _LONGEST_REST)
-                    server.failures += 1
-                    server.rests_until = time.monotonic() + rest
+                self._failed(server, error)
                 if time.monotonic() > give_up:
                     raise StreamError(
                         f"row {row_id!r}: no feature server has answered for {self._patience:g} s; last error: {error}"
@@ -95,9 +97,36 @@ class ServerPool:
                 with self._lock:
                     server.busy -= 1
 
-    def _take(self) -> _Server:
-        """The least busy server that is not resting; if all are, the first to end its rest, after waiting for that."""
+    def _failed(self, server: _Server, error: StreamTimeout) -> None:
+        """Let a server rest; the first failure of several is told."""
+        now = time.monotonic()
+        with self._lock:
+            if server.rests_until <= now:  # else another row has met the same failure
+                server.rests_until = now + min(_FIRST_REST * 2**server.failures, _LONGEST_REST)
+                server.failures += 1
+            first = server.failed_since is None
+            if first:
+                server.failed_since = now
+        if first:
+            others = "the others are asked" if len(self._servers) > 1 else f"it is asked for {self._patience:g} s more"
+            warn(f"a feature server failed, {others}: {error}")
+
+    def _recovered(self, server: _Server) -> None:
+        """Take a server's failures from it, and tell how long they lasted."""
+        with self._lock:
+            since, server.failed_since, server.failures = server.failed_since, None, 0
+        if since is not None:  # no other thread was faster
+            warn(f"{server.completions.url} answers again, after {time.monotonic() - since:.0f} s")
+
+    def _take(self, stop: threading.Event) -> _Server:
+        """The least busy server that is not resting; if all are, the first to end its rest, after waiting for that.
+
+        Raises:
+            StreamError: ``stop`` is set.
+        """
         while True:
+            if stop.is_set():
+                raise StreamError("the fetching of features was broken off")
             now = time.monotonic()
             with self._lock:
                 well = [server for server in self._servers if server.rests_until <= now]
@@ -106,7 +135,7 @@ class ServerPool:
                     server.busy += 1
                     return server
                 wait = min(server.rests_until for server in self._servers) - now
-            time.sleep(wait)
+            stop.wait(wait)
 
     def _ask(self, server: _Server, row_id: str, token_ids: Sequence[int]) -> FeatureMessage:
         if server.failures:

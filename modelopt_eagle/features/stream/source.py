@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, wait
 
 import torch
 
@@ -15,7 +16,10 @@ from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource, rows_of
 from modelopt_eagle.features.stream.plausible import FIRST_ROWS, Plausibility
 from modelopt_eagle.features.stream.pool import ServerPool
+from modelopt_eagle.features.stream.workers import Workers
 
+_LOOK = 0.1
+"""Seconds between looks at whether a call was broken off."""
 _COMPARED = ("model", "revision", "aux_layer_ids", "tokenizer_hash", "hidden_size")
 
 
@@ -60,7 +64,9 @@ class StreamedSource(PlannedSource):
         self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
         self._final_norm, self._head = tables.final_norm, tables.head
         self._prefetcher = Prefetcher(max(1, prefetch))
-        self._threads = ThreadPoolExecutor(max(1, in_flight), thread_name_prefix="feature-stream")
+        self._workers = Workers(max(1, in_flight), "feature-stream")
+        self._calls: set[threading.Event] = set()  # of the calls under way; set, they end
+        self._calls_lock = threading.Lock()
         self._pool = ServerPool(urls, self._check, token=token, transport=transport, timeout=timeout, patience=patience)
         self._plausible = Plausibility(tables.embedding_weight, tables.final_norm, tables.head)
         shortest = sorted(self.rows, key=lambda row: len(row.input_ids))
@@ -88,11 +94,39 @@ class StreamedSource(PlannedSource):
             )
 
     def fetch_rows(self, rows: Sequence) -> list[FeatureRow]:
-        """Features of any tokenised rows, in their order; ``make`` of a ``HybridSource``."""
-        return list(self._threads.map(self._fetch, rows))
+        """Features of any tokenised rows, in their order; ``make`` of a ``HybridSource``.
 
-    def _fetch(self, row) -> FeatureRow:
-        message = self._pool.fetch(row.id, row.input_ids)
+        Raises:
+            StreamError: a row could not be had, at once and whatever becomes of the others; or :meth:`cancel`.
+        """
+        stop = threading.Event()
+        with self._calls_lock:
+            self._calls.add(stop)
+        futures = [self._workers.submit(self._fetch, row, stop) for row in rows]
+        try:
+            pending = set(futures)
+            while pending:
+                done, pending = wait(pending, _LOOK, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()  # raises what its thread has met
+                if stop.is_set():
+                    raise StreamError("the fetching of features was broken off")
+            return [future.result() for future in futures]
+        finally:
+            stop.set()
+            for future in futures:
+                future.cancel()
+            with self._calls_lock:
+                self._calls.discard(stop)
+
+    def cancel(self) -> None:
+        """Break off the calls under way, from another thread; later ones are served as before."""
+        with self._calls_lock:
+            for stop in self._calls:
+                stop.set()
+
+    def _fetch(self, row, stop: threading.Event) -> FeatureRow:
+        message = self._pool.fetch(row.id, row.input_ids, stop)
         if tuple(message.aux_layer_ids) != self.contract.aux_layer_ids:
             raise StreamError(f"row {row.id!r}: states of layers {message.aux_layer_ids} came back")
         if (width := message.states.shape[-1]) != self.contract.hidden_size:
@@ -109,4 +143,4 @@ class StreamedSource(PlannedSource):
         return collate(self.fetch_rows([self.rows[i] for i in indices]), self.contract)
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
-        return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None)
+        return self._prefetcher.run(plan, lambda indices: self.load(indices) if indices else None, self.cancel)
