@@ -44,7 +44,7 @@ def box():
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_frame_is_answered_by_an_error_and_the_mailbox_goes_on(box, name):
     assert send_frames(box.port, FRAMES[name])["ok"] is False
-    assert MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=30.0).hello()["model"] == "m"
+    assert MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=5.0).hello()["model"] == "m"
     assert box._thread.is_alive() and box.failure is None
 
 
@@ -63,7 +63,7 @@ def test_a_frame_of_300_megabytes_is_not_taken_into_memory(box):
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 50 * 1024
     for frame in (b" " * (LARGEST_REQUEST + 1), b"[" * 100_000):
         assert send_frames(box.port, [frame], wait=0.5) is None
-    assert MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=30.0).hello()["model"] == "m"
+    assert MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=5.0).hello()["model"] == "m"
 
 
 def test_garbage_and_silent_connections_do_not_keep_others_out(box):
@@ -93,7 +93,7 @@ def test_waiting_requests_are_bounded(monkeypatch):
                 assert "requests wait already" in json.loads(flood.recv())["error"]
                 answers += 1
             assert answers == 30
-        assert MailboxClient(f"127.0.0.1:{box.port}", timeout=30.0).hello()["model"] == "m"
+        assert MailboxClient(f"127.0.0.1:{box.port}", timeout=5.0).hello()["model"] == "m"
     finally:
         box.close()
 
@@ -107,7 +107,7 @@ def test_a_fault_of_our_own_is_answered_and_the_mailbox_goes_on(monkeypatch, cap
                 "ok": False, "error": "the request failed: ZeroDivisionError",
             }  # fmt: skip
         monkeypatch.undo()
-        assert MailboxClient(f"127.0.0.1:{box.port}", timeout=30.0).hello()["model"] == "m"
+        assert MailboxClient(f"127.0.0.1:{box.port}", timeout=5.0).hello()["model"] == "m"
     finally:
         box.close()
     assert caplog.text.count("ZeroDivisionError") == 1
