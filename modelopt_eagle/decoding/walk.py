@@ -85,8 +85,9 @@ def reject_path(draft: SampledDraft, logits: Tensor, requests: list[Request]) ->
             child = tree.first_child[rows, node].long()  # [B]
             for sibling in range(most if step == 0 else 1):
                 offered = tree.tokens[rows, child.clamp(min=0)].long()[:, None]  # [B,1]
-                open_ = walking & ~taken & (child >= 0)
-                hit = open_ & (coins[:, step, sibling] * q.gather(1, offered)[:, 0] < p.gather(1, offered)[:, 0])
+                drawn_from = q.gather(1, offered)[:, 0]  # [B] 0: nothing was left to draw, the child stands for none
+                open_ = walking & ~taken & (child >= 0) & (drawn_from > 0)
+                hit = open_ & (coins[:, step, sibling] * drawn_from < p.gather(1, offered)[:, 0])
                 node, token = torch.where(hit, child, node), torch.where(hit, offered[:, 0], token)
                 taken = taken | hit
                 p = torch.where((open_ & ~hit)[:, None], left_over(p, q), p)

@@ -9,10 +9,12 @@ from test_sampling import DRAWS, LENGTH, PROMPT, VOCAB, deviation, joint, logits
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, SamplingOptions, walk
+from modelopt_eagle.decoding.requests import Request
 from modelopt_eagle.decoding.sampling import shape_probabilities
 from modelopt_eagle.draft.eagle3 import drawn
-from modelopt_eagle.draft.trees import branches_tree, chain_tree
+from modelopt_eagle.draft.trees import RoundTree, SampledDraft, branches_tree, chain_tree
 from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.kernels import unpack_mask
 
 SHAPES = {
     "chain": dict(num_steps=3),
@@ -64,6 +66,22 @@ def test_control_a_rejection_that_leaves_all_fails(small, logits, shape, monkeyp
     monkeypatch.setattr(walk, "left_over", lambda p, q: p)
     counts, _ = draw(small, OPTIONS["plain"], sample_drafts=True, **SHAPES[shape])
     assert deviation(counts, joint(logits, SamplingOptions(**OPTIONS["plain"]))) > 6
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_a_head_with_fewer_likely_tokens_than_children_leaves_the_law(share):
+    """The second child of a root whose filtered distribution holds one token was drawn from nothing."""
+    count, law = 4000, torch.tensor([0.4, 0.3 - share, 0.3, share])
+    certain = torch.tensor([0.0, 0.0, 0.0, 1.0])  # the head's: its second child is the stand-in, token 0
+    tree = branches_tree(torch.tensor([[1, 3, 0]]).expand(count, -1), 2)
+    draft = SampledDraft(
+        RoundTree(tree, unpack_mask(tree.mask, 3)), certain.expand(count, 1, 4), torch.arange(4), branching=2
+    )
+    streams = [torch.Generator().manual_seed(seed) for seed in range(count)]
+    requests = [Request(i, [1], 5, SamplingOptions(1.0), stream) for i, stream in enumerate(streams)]
+    path = walk.reject_path(draft, law.log().expand(count, 3, 4), requests)
+    counts = torch.bincount(path.tokens[:, 0].long(), minlength=4).double()
+    assert deviation(counts, law.double()) < 3.7
 
 
 def test_drawn_drafts_beside_greedy_rows_and_graphs(target, good_head, prompts, greedy):

@@ -64,7 +64,7 @@ def draw_draft(
     law = shape(loop.logits(output[:, None]))  # [B,1,Vd]
     laws, nodes, rest = [law], [], law[:, 0]
     for sibling in range(branching):  # without replacement
-        index = draw_reference(rest, uniforms[:, 0, sibling]).clamp(min=0)  # [B]; of no mass: is never accepted
+        index = draw_reference(rest, uniforms[:, 0, sibling]).clamp(min=0)  # [B]; of no mass: ``reject_path`` skips it
         rest = without(rest, index)
         nodes.append(loop.target_ids[index])
     node = torch.stack(nodes, 1)  # [B,T]
