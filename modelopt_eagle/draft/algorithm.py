@@ -98,7 +98,7 @@ class Layout(Protocol):
     """How heads of a kind lie in a folder that engines load."""
 
     engines: tuple[str, ...]
-    """Engines that read it, by name."""
+    """Engines that read it, by their keys."""
 
     def write(self, module: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors of ``model.safetensors`` in ``dtype``, and the content of ``config.json``."""
@@ -115,6 +115,14 @@ class Layout(Protocol):
 
         Raises:
             CheckpointError: keys that are missing or unknown, or that contradict each other.
+        """
+        ...
+
+    def faults(self, config: Any) -> Mapping[str, list[str]]:
+        """Engine to what the release that was read does otherwise than the head was trained; none: an empty mapping.
+
+        Returns:
+            ends of the sentence "ENGINE ...", such as ``does not start with ...``, of engines in :attr:`engines`.
         """
         ...
 

@@ -61,7 +61,8 @@ def acceptance_lines(report: dict[str, Any]) -> list[str]:
 def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
     """Serving commands of every engine, with the target's name and this folder's settings in place."""
     if (layout := algorithm_of(config).layout) is not None:
-        return layout.serve_lines(config, data)
+        unserved = [needed_version(engine, config).unserved for engine in layout.engines]
+        return [f"{line}." for line in unserved] if any(unserved) else layout.serve_lines(config, data)
     adapted, quantised = "target_adapter" in config.extra, "quantization_config" in data
     target = "MERGED_TARGET" if adapted else argument(config.target_name or "TARGET")
     lines = adapter_lines(config) if adapted else []

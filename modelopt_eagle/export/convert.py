@@ -239,7 +239,7 @@ def convert_checkpoint(
     if options.target_layers is None:
         options = dataclasses.replace(options, target_layers=target_identity(target).get("num_layers"))
     head = read_head(source, dtype=dtype, strict=strict, options=options)
-    dtype = parse_dtype(dtype) or head.module.fc.weight.dtype
+    dtype = parse_dtype(dtype) or head.module.dtype
     if to == "universal":
         return export_checkpoint(
             head.module, head.config, path, target=target, dtype=dtype, overwrite=overwrite, adapter=head.adapter

@@ -10,7 +10,7 @@ import torch
 
 from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.common.text import visible
-from modelopt_eagle.draft.algorithm import config_from_dict
+from modelopt_eagle.draft.algorithm import config_from_dict, known_algorithms
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.engines.check import engine_reasons
@@ -18,7 +18,7 @@ from modelopt_eagle.export.engines.parallel import parallel_text
 from modelopt_eagle.export.engines.versions import needed_version
 from modelopt_eagle.export.folders import resolve_checkpoint
 from modelopt_eagle.export.foreign import ReadOptions, detect_layout
-from modelopt_eagle.export.load import read_config, read_head
+from modelopt_eagle.export.load import own_layout, read_config, read_head
 from modelopt_eagle.export.quant_formats import is_quantised, scaled_layers
 from modelopt_eagle.export.tensors import map_kind, module_tensors, of_its_kind, read_json, read_tensors
 from modelopt_eagle.export.universal import aux_ids_of
@@ -29,7 +29,7 @@ class Inspection:
     """Findings about a folder.
 
     Attributes:
-        layout: which tool's it is; ``map``: ``identity``, ``reduced`` or ``missing``.
+        layout: which tool's it is, or the drafter whose own it is; ``map``: ``identity``, ``reduced`` or ``missing``.
         config: our reading of it, if it can be read; else ``problem`` says why not.
         quantised: number format of a quantised head's weights.
         left_out: tensors that are not of the head.
@@ -73,11 +73,13 @@ class Inspection:
             if self.config:
                 config, quantised = config_from_dict(self.config), self.quantised is not None
                 lines.append(f"needs       {needed_version(engine, config, quantised=quantised).text(engine)}")
-        if self.config and self.engines:
+        own_layout = self.config is not None and self.layout in known_algorithms()
+        if self.config and self.engines and not own_layout:
             lines.append(f"parallel    {parallel_text(config_from_dict(self.config))}")
+        good = "reads folders of this kind; this one was not looked into" if own_layout else "serves it as trained"
         for engine, reasons in self.engines.items():
             label = f"{engine} {ENGINES[engine].version}"
-            lines.append(f"engine      {label}: " + ("serves it as trained" if not reasons else "does not:"))
+            lines.append(f"engine      {label}: " + ("does not:" if reasons else good))
             lines += [f"            - it {reason}" for reason in reasons]
         lines += [f"note        {note}" for note in self.notes]
         if self.problem:
@@ -122,8 +124,11 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
         tensors = stored
     training = not (folder / "config.json").is_file()
     data = read_json(folder / ("draft_config.json" if training else "config.json"))
-    layout = "training"
-    if not training:
+    layout, known = "training", options or ReadOptions()
+    own = own_layout(folder, stored, known)
+    if own is not None:
+        layout = own.name
+    elif not training:
         try:
             layout = detect_layout(data, stored, str(folder))
         except CheckpointError:
@@ -142,18 +147,20 @@ def inspect_checkpoint(path: str | Path, options: ReadOptions | None = None) -> 
         parameters=sum(t.numel() for t in stored.values() if t.is_floating_point()),
         tensors={name: list(tensor.shape) for name, tensor in stored.items()},
     )
-    known = options or ReadOptions()
     found.notes = [] if is_quantised(stored) else dtype_notes(found.dtypes, known.target_dtype)
     try:
         if is_quantised(stored):
             found.quantised = quantised_text(stored)
-            found.config = read_config(folder, stored, options or ReadOptions(), strict=False)[0].to_dict()
+            found.config = read_config(folder, stored, known, strict=False)[0].to_dict()
             found.aux_layer_ids = found.config["aux_layer_ids"]
             found.engines = {engine: engine_reasons(folder, engine, options=options) for engine in ENGINES}
             return found
         head = read_head(folder, options=options)
         found.config, found.left_out = head.config.to_dict(), head.left_out
         found.aux_layer_ids = list(head.config.aux_layer_ids)
+        if own is not None:  # its map and output layer need not lie there under our names
+            found.map = "identity" if head.module.vocab.is_identity else "reduced"
+            found.draft_vocab_size, found.vocab_size = head.config.draft_vocab_size, head.config.vocab_size
     except EagleError as error:
         found.problem = str(error)
         if not training:

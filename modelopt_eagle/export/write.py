@@ -178,22 +178,22 @@ def export_own_layout(
     Returns:
         what was written.
     """
-    if strangers := sorted(set(for_engines or {}) - set(layout.engines)):
-        raise ExportError(
-            f"{', '.join(strangers)} serves no {algorithm_of(config).title} heads; engines that do: "
-            f"{', '.join(layout.engines) or 'none'}"
-        )
     notes = target_notes(config, target)
     config = with_target(config, target)
+    check_versions(for_engines or {}, config)
     config, more = with_rope_scaling(config, rope_scaling)
     dtype = parse_dtype(dtype) or module.dtype
     exported = rebuilt(module, config)
     tensors, data = layout.write(exported, dtype)
-    card = model_card(config, data, report=report or {}, notes=notes + more)
+    faults = engine_faults(data, tensors, config)
+    check_faults(for_engines or {}, faults)
+    notes = notes + more + list(faults.values())
+    needs = [needed_version(name, config).text(name) for name in ENGINES]
+    card = model_card(config, data, report=report or {}, notes=notes)
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "README.md": card}, adapter)
         written = load_draft(folder)
         written.meet_target(lambda ids: exported.output_weights(1)[0])  # what it shares was not written
         difference = compare(written, exported, dtype)
         size = (folder / "model.safetensors").stat().st_size
-    return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference, notes + more)
+    return ExportReport(Path(path), dtype_name(dtype), len(tensors), size, difference, notes, needs)

@@ -62,10 +62,14 @@ def head_config(recipe: Recipe, tables: TableTarget, size: int | None, aux_layer
     )
 
 
-def check_head(recipe: Recipe, tables: TableTarget, aux_layer_ids) -> None:
-    """Refuse before features are made what :func:`new_head` would refuse after it: sizes, and a map on the disk."""
+def check_head(recipe: Recipe, tables: TableTarget, aux_layer_ids) -> DraftConfig:
+    """Refuse before features are made what :func:`new_head` would refuse after it: sizes, and a map on the disk.
+
+    Returns:
+        the configuration of the head that is to be made; what follows from the data is not in it yet.
+    """
     vocab = given_vocabulary(recipe, tables.identity())
-    head_config(recipe, tables, recipe.eagle.draft_vocab_size if vocab is None else vocab.size, aux_layer_ids)
+    return head_config(recipe, tables, recipe.eagle.draft_vocab_size if vocab is None else vocab.size, aux_layer_ids)
 
 
 def continued_head(

@@ -18,7 +18,7 @@ from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import RecipeError, TrainingError
-from modelopt_eagle.export.engines.versions import target_lines
+from modelopt_eagle.export.engines.versions import engine_lines
 from modelopt_eagle.features import FeatureSource
 from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
@@ -150,11 +150,10 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     identity = target.identity()
     say(f"target: {identity['model']}, {config.num_hidden_layers} layers of {config.hidden_size}, "
         f"{identity['vocab_size']} tokens, features of layers {', '.join(map(str, ids))}")  # fmt: skip
-    for line in target_lines(architecture_of(target)):
-        say(f"engine: {line}")
     check_vocabulary_size(recipe, target)
-    if head is None:
-        check_head(recipe, target, ids)
+    planned = check_head(recipe, target, ids) if head is None else head.config
+    for line in engine_lines(architecture_of(target), planned):
+        say(f"engine: {line}")
     if not offline:
         target.check_parity(parity_sample(target))
     if recipe.target_lora.rank:

@@ -81,7 +81,7 @@ def test_it_is_measured_exported_and_read_back(trained, tiny_target_dir, tmp_pat
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in module.state_dict().items())
     card = (tmp_path / "export" / "README.md").read_text()
     assert "table of bigrams" in card and f"tags: [{NAME}, " in card
-    with pytest.raises(ExportError, match="vllm serves no bigram heads"):
+    with pytest.raises(ExportError, match="vLLM .* was asked for: vLLM serves no bigram heads"):
         export_checkpoint(module, None, tmp_path / "other", target=target, for_engines={"vllm": "0.32.0"})
 
 

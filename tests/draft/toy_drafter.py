@@ -110,6 +110,9 @@ class BigramLayout:
     def read(self, config: dict, tensors: dict, where: str) -> tuple[BigramConfig, dict]:
         return BigramConfig.from_dict(config["bigram"]), tensors
 
+    def faults(self, config: BigramConfig) -> dict[str, list[str]]:
+        return {}
+
     def serve_lines(self, config: BigramConfig, data: dict) -> list[str]:
         return ["No engine serves a table of bigrams; this toolkit's generator does."]
 

@@ -104,7 +104,14 @@ def test_export_command_puts_the_targets_licence_and_the_report_on_the_card(tmp_
 @pytest.mark.parametrize("layout", [DFlashLayout(), MedusaLayout()])
 def test_the_targets_name_is_one_argument_of_every_command(layout):
     config = SimpleNamespace(
-        target_name="a target; rm -rf b", block_size=4, causal=False, num_hidden_layers=1, heads=3, shared_output=True
+        target_name="a target; rm -rf b",
+        block_size=4,
+        causal=False,
+        num_hidden_layers=1,
+        heads=3,
+        shared_output=True,
+        vocab_size=64,
+        draft_vocab_size=64,
     )
     command = next(line for line in layout.serve_lines(config, {}) if line.startswith("vllm serve"))
     assert shlex.split(command.removesuffix("\\"))[2:4] == ["a target; rm -rf b", "--speculative-config"]

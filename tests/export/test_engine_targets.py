@@ -9,7 +9,7 @@ from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import ReadOptions, export_checkpoint, inspect_checkpoint
 from modelopt_eagle.export.engines import ENGINES
-from modelopt_eagle.export.engines.versions import needed_version, parts_of, target_lines
+from modelopt_eagle.export.engines.versions import engine_lines, needed_version, parts_of
 from modelopt_eagle.target.load import architecture_of
 from tests.export.conftest import build_head
 
@@ -27,12 +27,13 @@ def test_the_lists_are_those_of_releases_up_to_the_one_that_was_read():
 
 
 def test_a_target_without_the_interface_is_named_for_each_engine():
-    lines = target_lines("Gemma3ForConditionalGeneration")
+    head = build_head().config
+    lines = engine_lines("Gemma3ForConditionalGeneration", head)
     assert lines[0].startswith("vLLM does not draft for this target: up to 0.32.0 its Gemma3ForConditionalGeneration")
     assert lines[1] == "SGLang drafts for Gemma3ForConditionalGeneration since 0.5.12"
     assert lines[2].startswith("TensorRT-LLM does not draft for this target")
-    assert target_lines("OddForCausalLM")[2] == "TensorRT-LLM: whether it drafts for OddForCausalLM was not read"
-    assert target_lines(None) == []
+    assert engine_lines("OddForCausalLM", head)[2] == "TensorRT-LLM: whether it drafts for OddForCausalLM was not read"
+    assert engine_lines(None, head) == []
 
 
 def test_the_target_sets_the_release_that_a_head_needs():

@@ -24,8 +24,8 @@ SAME_NAME = (
 )  # fmt: skip
 RECORD = ("target_name", "target_model_type", "tokenizer_hash", "training_length", "extra")
 NORM_FAULT = (
-    "vLLM 0.32 on a CPU norms the context keys of every draft layer with the weights of the first one. That lowers the "
-    "acceptance of heads of several layers; the text stays the target's."
+    "norms the context keys of every draft layer with the weights of the first one (0.32 on a CPU), which lowers the "
+    "acceptance of heads of several layers; the text stays the target's"
 )
 
 
@@ -114,6 +114,10 @@ class DFlashLayout:
             tensors["lm_head.weight"] = width.new_zeros(read.draft_vocab_size, read.hidden_size)
         return read, tensors
 
+    def faults(self, config: DFlashConfig) -> dict[str, list[str]]:
+        """What vLLM does with heads of several layers."""
+        return {"vllm": [NORM_FAULT]} if config.num_hidden_layers > 1 else {}
+
     def serve_lines(self, config: DFlashConfig, data: dict[str, Any]) -> list[str]:
         """How vLLM serves such a folder, for the card."""
         drafted = config.block_size - 1
@@ -129,6 +133,6 @@ class DFlashLayout:
                 f"The block is bidirectional and was trained with {drafted} drafted tokens: another "
                 "`num_speculative_tokens` is nothing it has seen.",
             ]
-        if config.num_hidden_layers > 1:
-            lines += ["", NORM_FAULT]
+        if self.faults(config):
+            lines += ["", f"vLLM {NORM_FAULT}."]
         return lines

@@ -18,6 +18,10 @@ from modelopt_eagle.draft.medusa.module import MedusaModule
 from modelopt_eagle.errors import CheckpointError
 
 ARCHITECTURE = "MedusaModel"
+REDUCED_FAULT = (
+    "does not start with a Medusa head over a reduced vocabulary (0.32 takes `token_map` for a missing weight): train "
+    "with `eagle.draft_vocab_size: null` to serve it there"
+)
 
 
 class MedusaLayout:
@@ -90,14 +94,15 @@ class MedusaLayout:
             tensors["t2d"] = torch.zeros(made.vocab_size, dtype=torch.bool).scatter_(0, token_map, True)
         return made, tensors
 
+    def faults(self, config: MedusaConfig) -> dict[str, list[str]]:
+        """What vLLM does with heads over a reduced vocabulary."""
+        return {} if config.draft_vocab_size == config.vocab_size else {"vllm": [REDUCED_FAULT]}
+
     def serve_lines(self, config: MedusaConfig, data: dict[str, Any]) -> list[str]:
         """How vLLM serves it."""
         target = argument(config.target_name or "TARGET")
-        if config.draft_vocab_size != config.vocab_size:
-            return [
-                "vLLM 0.32 does not start with a Medusa head over a reduced vocabulary (it takes `token_map` for a "
-                "missing weight): train with `eagle.draft_vocab_size: null` to serve it there."
-            ]
+        if self.faults(config):
+            return [f"vLLM {REDUCED_FAULT}."]
         return [
             "vLLM (by the source of 0.32.0, not run):",
             "",

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from modelopt_eagle.draft import DraftConfig
-from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import CheckpointError, ExportError
 from modelopt_eagle.export.engines import ENGINES, engine_of
 from modelopt_eagle.export.engines.profile import LoadRules, kind_of
 from modelopt_eagle.export.engines.quantisation import quant_reasons
+from modelopt_eagle.export.engines.versions import drafter_reasons
 from modelopt_eagle.export.foreign import ReadOptions
 from modelopt_eagle.export.load import read_config, read_head
 from modelopt_eagle.export.quant_formats import is_quantised, plain_shapes
@@ -105,16 +105,6 @@ def captures_counted(data: dict[str, Any]) -> int:
     """For how many captured layers an engine makes ``fc`` that counts the ids under ``eagle_config``."""
     nested = (data.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return data.get("num_aux_hidden_states") or (len(nested) if nested else 3)
-
-
-def drafter_reasons(config: DraftConfig, rules: LoadRules) -> list[str]:
-    """Whether the engine drafts as this head was trained to; if it does not, nothing else of the folder matters."""
-    kinds, title = rules.drafters.get(config.algorithm), algorithm_of(config).title
-    if kinds is None:
-        return [f"serves no {title} heads"]
-    if kind_of(config) not in kinds:
-        return [f"serves {title} heads of {' and '.join(kinds)} layers, this one has {kind_of(config)} layers"]
-    return []
 
 
 def config_reasons(
@@ -250,8 +240,8 @@ def engine_reasons(
     except CheckpointError as error:
         return [f"cannot read it: {error}"]
     depth = options.target_layers if options else None
-    if refused := drafter_reasons(config, known.loads):
-        return refused
+    if (reasons := drafter_reasons(known, config)) is not None:
+        return reasons
     reasons = config_reasons(data, config, known.loads, depth)
     reasons += tensor_reasons(plain_shapes(tensors), config, known.loads)
     return reasons + quant_reasons(data, legacy, tensors, config, known.quantised)
@@ -278,12 +268,12 @@ def engine_faults(
         legacy: the content of ``hf_quant_config.json``, for a quantised head.
         target_layers: of the target, if it is known.
     """
-    faults, trained, shapes = {}, module_shapes(config), plain_shapes(tensors)
+    faults = {}
     for key, engine in ENGINES.items():
-        reasons = drafter_reasons(config, engine.loads)
-        if not reasons:
+        reasons = drafter_reasons(engine, config)
+        if reasons is None:
             reasons = config_reasons(data, config, engine.loads, target_layers)
-            reasons += tensor_reasons(shapes, config, engine.loads, trained)
+            reasons += tensor_reasons(plain_shapes(tensors), config, engine.loads)
             reasons += quant_reasons(data, legacy, tensors, config, engine.quantised)
         if reasons:
             faults[key] = f"{key} {engine.version} would not serve this head as trained: it " + "; it ".join(reasons)

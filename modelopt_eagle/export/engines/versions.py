@@ -15,6 +15,7 @@ from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.decoders import DECODERS
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines import ENGINES, engine_of
+from modelopt_eagle.export.engines.profile import Engine, kind_of
 from modelopt_eagle.export.universal import FLAGS
 
 RELEASE_PARTS = 4
@@ -58,6 +59,8 @@ def parts_of(version: str) -> tuple[int, ...]:
 
 def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> list[str]:
     """What a head needs an engine to read, by the names that ``Engine.since`` uses."""
+    if algorithm_of(config).layout is not None:
+        return [f"{algorithm_of(config).title} heads"]
     needs = {
         "an EAGLE-3 head": True,
         "eagle_aux_hidden_state_layer_ids": True,
@@ -75,11 +78,38 @@ def features_of(config: DraftConfig, *, quantised: bool = False, layer_names: st
     return [name for name, needed in needs.items() if needed]
 
 
-def unserved_drafter(engine: str, config: DraftConfig) -> str | None:
-    """Why an engine drafts with no head of this kind, as far as its releases were read; ``None``: it does."""
-    if config.algorithm in ENGINES[engine].loads.drafters:
-        return None
-    return f"{ENGINES[engine].name} serves no {algorithm_of(config).title} heads"
+def unserved_drafter(engine: Engine, config: DraftConfig) -> str | None:
+    """Why an engine drafts with no head of this drafter and these layers, as the end of a sentence; ``None``: it does.
+
+    As far as its releases were read.
+    """
+    algorithm, kind = algorithm_of(config), kind_of(config)
+    if algorithm.layout is not None:
+        return None if engine.key in algorithm.layout.engines else f"serves no {algorithm.title} heads"
+    kinds = engine.loads.drafters.get(algorithm.name)
+    if kinds is None:
+        return f"serves no {algorithm.title} heads"
+    if kind not in kinds:
+        return f"serves {algorithm.title} heads of {' and '.join(kinds)} layers, this one has {kind} layers"
+    return None
+
+
+def drafter_reasons(engine: Engine, config: DraftConfig) -> list[str] | None:
+    """What an engine does with a head whatever its folder holds, as :func:`~.check.engine_reasons` says it.
+
+    Returns:
+        one reason where it drafts with no such head; what is known of it where the drafter's folders have a form of
+        their own, often nothing; ``None`` for the universal checkpoint, whose folder must be looked into.
+    """
+    if unserved := unserved_drafter(engine, config):
+        return [unserved]
+    layout = algorithm_of(config).layout
+    return None if layout is None else list(layout.faults(config).get(engine.key, ()))
+
+
+def target_of(config: DraftConfig) -> str | None:
+    """The class of a head's target, if the head needs that the engine captures layer outputs of it."""
+    return None if algorithm_of(config).final_state else config.extra.get("target_architecture")
 
 
 def unserved_target(engine: str, architecture: str | None) -> str | None:
@@ -93,14 +123,23 @@ def unserved_target(engine: str, architecture: str | None) -> str | None:
     )
 
 
-def target_lines(architecture: str | None) -> list[str]:
-    """What is known of each engine and a target of this class, for a run that begins; empty for no class."""
-    if architecture is None:
-        return []
+def engine_lines(architecture: str | None, config: DraftConfig) -> list[str]:
+    """What is known of each engine and a head of this kind over a target of this class, for a run that begins.
+
+    Args:
+        architecture: of the target; ``None`` leaves out what is known of targets.
+        config: of the head that is to be trained.
+    """
     lines = []
     for key, engine in ENGINES.items():
+        reasons = drafter_reasons(engine, config) or []
+        lines += [f"{engine.name} {reason}" for reason in reasons]
+        if architecture is None or unserved_drafter(engine, config):
+            continue
         since = engine.targets.since(architecture)
-        if since is None:
+        if algorithm_of(config).final_state:
+            lines.append(f"{engine.name}: for which targets it serves {algorithm_of(config).title} heads was not read")
+        elif since is None:
             lines.append(f"{engine.name}: whether it drafts for {architecture} was not read")
         else:
             lines.append(unserved_target(key, architecture) or f"{engine.name} drafts for {architecture} since {since}")
@@ -109,12 +148,12 @@ def target_lines(architecture: str | None) -> list[str]:
 
 def needed_version(engine: str, config: DraftConfig, *, quantised: bool = False, layer_names: str = "midlayer") -> Need:
     """The oldest release of an engine that reads all of a head, as far as it is known."""
-    if unserved := unserved_drafter(engine, config):
-        return Need(None, (), (), unserved)
+    if unserved := unserved_drafter(ENGINES[engine], config):
+        return Need(None, (), (), f"{ENGINES[engine].name} {unserved}")
     features, known = features_of(config, quantised=quantised, layer_names=layer_names), ENGINES[engine].since
     found = {name: known[name].version for name in features if name in known}
     unknown = tuple(name for name in features if name not in known)
-    architecture = config.extra.get("target_architecture")
+    architecture = target_of(config)
     unserved = unserved_target(engine, architecture)
     since = ENGINES[engine].targets.since(architecture) if architecture else None
     if since and known:
@@ -156,8 +195,8 @@ def check_versions(
     """
     for engine, version in wanted.items():
         known, asked = engine_of(engine), parts_of(version)
-        architecture = config.extra.get("target_architecture")
-        unserved = unserved_drafter(known.key, config) or unserved_target(known.key, architecture)
+        architecture, refused = target_of(config), unserved_drafter(known, config)
+        unserved = f"{known.name} {refused}" if refused else unserved_target(known.key, architecture)
         if unserved and asked <= parts_of(known.version):
             raise ExportError(f"{known.name} {version} was asked for: {unserved}")
         since = {name: known.since[name].version for name in features_of(
