@@ -232,6 +232,24 @@ class FeatureRow:
                     f"{len(contract.aux_layer_ids)} auxiliary layers and hidden size {width}"
                 )
 
+    def check_finite(self, where: str, remedy: str) -> None:
+        """Look for NaN and infinity in the states.
+
+        Args:
+            where: what holds the row, for the message.
+            remedy: what mends it.
+
+        Raises:
+            FeatureError: names the row and counts the positions.
+        """
+        for name in ("aux_hidden", "final_hidden"):
+            bad = ~torch.isfinite(getattr(self, name)).all(-1)  # [s]
+            if bad.any():
+                raise FeatureError(
+                    f"{where}: row {self.row_id!r}: {name} holds NaN or infinity at {int(bad.sum())} of {len(self)} "
+                    f"positions, first at {int(bad.nonzero()[0])}; {remedy}"
+                )
+
 
 def predicting_positions(supervised: Tensor) -> Tensor:
     """Positions whose next token is supervised: there the target's prediction is a label.

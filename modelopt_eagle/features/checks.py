@@ -31,7 +31,8 @@ class RowCheck:
         row_id, tokens: of the row.
         aux: difference of each auxiliary layer, norm over norm, median over positions.
         final: of the final states, None for a row without supervised tokens.
-        top1: share of predicting positions at which the stored choice is the target's, None without any.
+        top1: share of predicting positions at which the stored choice is the target's, None without any. Where several
+            tokens are about as likely, rounding chooses; a problem is a choice that the target finds far less likely.
         problem: what is wrong, or None.
     """
 
@@ -97,11 +98,12 @@ def _check(source: OfflineSource, target, number: int) -> RowCheck:
     final_own = output.final_hidden[0].float().cpu()  # [s,Ht]
     final = _difference(row.final_hidden[needed], final_own[needed]) if needed.any() else None
     predicting = row.target_top1 >= 0  # [s]
-    top1 = None
-    if predicting.any():
-        chosen = target.logits(output.final_hidden[0][predicting.to(target.device)]).argmax(-1).cpu()  # [p]
-        top1 = float((chosen == row.target_top1[predicting]).float().mean())
     allowed, problem = STATE_DTYPES[source.contract.dtype].recomputed, None
+    straying, top1, choices = min(STRAYING * allowed, 0.9), None, None
+    if predicting.any():
+        logits = target.logits(output.final_hidden[0][predicting.to(target.device)]).float().cpu()  # [p,V]
+        top1 = float((logits.argmax(-1) == row.target_top1[predicting]).float().mean())
+        choices = _wrong_choices(logits, row.target_top1[predicting], predicting.nonzero()[:, 0], straying)
     bad = [a for a, difference in enumerate(aux) if not difference <= allowed]
     if bad:
         found = _nearest_layers(stored, row.input_ids, target)
@@ -113,7 +115,7 @@ def _check(source: OfflineSource, target, number: int) -> RowCheck:
     else:
         parts = {f"states of layer {ids[a]}": (stored[:, a], own[:, a]) for a in range(len(ids))}
         parts["final states"] = (row.final_hidden[needed], final_own[needed])
-        problem = _strays(parts, min(STRAYING * allowed, 0.9))
+        problem = _strays(parts, straying) or choices
     return RowCheck(row.row_id, len(row), aux, final, top1, problem)
 
 
@@ -144,6 +146,26 @@ def _strays(parts: dict[str, tuple[Tensor, Tensor]], allowed: float) -> str | No
                 f"{float(differences[place]):.0%}: left out by the engine, or damaged before they were stored"
             )
     return None
+
+
+def _wrong_choices(logits: Tensor, stored: Tensor, places: Tensor, allowed: float) -> str | None:
+    """Stored choices that lie further below the likeliest token than rounding moves them.
+
+    Args:
+        logits: [p, V] of the target now.
+        stored: [p] the stored argmax.
+        places: [p] positions in the row.
+        allowed: most that a choice may lie below the likeliest, over the distance of that from the mean.
+    """
+    best = logits.amax(-1)  # [p]
+    below = best - logits.gather(1, stored[:, None])[:, 0]  # [p]
+    off = below > allowed * (best - logits.mean(-1))  # [p]
+    if not off.any():
+        return None
+    return (
+        f"target_top1 is another token than the target's choice at {int(off.sum())} of {len(off)} positions, first at "
+        f"{int(places[off][0])}: made with another head or vocabulary, or damaged before it was stored"
+    )
 
 
 def _differences(stored: Tensor, own: Tensor) -> Tensor:

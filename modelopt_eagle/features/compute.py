@@ -159,6 +159,22 @@ def finish_row(row, aux_hidden: Tensor, final_hidden: Tensor, final_norm, head) 
     return FeatureRow(row.id, row.category or "", input_ids, supervised, aux_hidden, final_hidden, top1, normaliser)
 
 
+def check_tokens(asked, made: FeatureRow) -> None:
+    """Refuse a row that was made of other tokens than it was asked for.
+
+    Args:
+        asked: the tokenised row.
+        made: its features.
+
+    Raises:
+        FeatureError: names the row.
+    """
+    if made.input_ids.tolist() != list(asked.input_ids):
+        raise FeatureError(
+            f"row {asked.id!r}: features of other tokens came back: whatever makes them must keep the order of the rows"
+        )
+
+
 def compute_rows(
     target, rows: Sequence, aux_layer_ids: Sequence[int], batch_tokens: int = 4096, done: Collection[int] = ()
 ) -> Iterator[tuple[int, FeatureRow]]:

@@ -14,7 +14,7 @@ import torch
 
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow
-from modelopt_eagle.features.compute import compute_features, compute_rows, finish_row, length_batches
+from modelopt_eagle.features.compute import check_tokens, compute_features, compute_rows, finish_row, length_batches
 from modelopt_eagle.features.pictures import has_images, refuse_images
 from modelopt_eagle.features.store import SHARD_BYTES, StoreWriter, bytes_per_token, dataset_hash
 from modelopt_eagle.features.store.manifest import is_store, read_manifests
@@ -114,6 +114,7 @@ class EngineBackEnd:
         """See :class:`BackEnd`."""
         refuse_images(rows, "this back end")
         for number, aux, final in self._states(rows):
+            _check_number(number, len(rows))
             yield number, finish_row(rows[number], aux, final, self._norm, self._tables.head)
 
 
@@ -260,8 +261,7 @@ def dump(
             begin(before, sum(len(rows[i].input_ids) for i in missing))
         made = 0
         for index, row in _made(back_end, rows, mine, missing):
-            if row.input_ids.tolist() != list(rows[index].input_ids):
-                raise FeatureError(f"row {rows[index].id!r}: features of other tokens came back")
+            check_tokens(rows[index], row)
             writer.add(index, row)
             made += 1
             if progress is not None:
@@ -286,7 +286,14 @@ def _made(back_end: BackEnd, rows: Sequence, mine: list[int], missing: list[int]
     else:
         places, made = missing, back_end.features([rows[i] for i in missing])
     for number, row in made:
+        _check_number(number, len(places))
         yield places[number], row
+
+
+def _check_number(number: int, count: int) -> None:
+    """A back end speaks of the rows that it was given."""
+    if not 0 <= number < count:
+        raise FeatureError(f"the back end made row {number} of {count} that it was given: report this to its author")
 
 
 def import_rows(source, folder: str | Path, dtype: str, progress: Callable[[], None] | None = None) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from modelopt_eagle.common.files import file_lock
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
+from modelopt_eagle.features.compute import check_tokens
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.features.source import PlannedSource, rows_of
 from modelopt_eagle.features.store import SHARD_BYTES, StoreReader, StoreWriter, dataset_hash
@@ -208,9 +209,16 @@ class HybridSource(PlannedSource):
         self.repeated += len(missing)
         return {index: self._as_stored(row) for index, row in self._made(missing)}
 
-    def _made(self, missing: list[int]):
-        """(place in the data set, row) of rows made now."""
-        return zip(missing, self._make([self._rows[index] for index in missing]), strict=True)
+    def _made(self, missing: list[int]) -> Iterator[tuple[int, FeatureRow]]:
+        """(place in the data set, row) of rows made now, which must be those asked for, in their order."""
+        made = list(self._make([self._rows[index] for index in missing]))
+        if len(made) != len(missing):
+            raise FeatureError(
+                f"{len(missing)} rows were asked for, {len(made)} came back: whatever makes them must answer each"
+            )
+        for index, row in zip(missing, made, strict=True):
+            check_tokens(self._rows[index], row)
+            yield index, row
 
     def _as_stored(self, row: FeatureRow) -> FeatureRow:
         """The row with the rounding of the store's dtype."""

@@ -96,6 +96,7 @@ class OfflineSource(PlannedSource):
             return self.reader.row(number, aux_out, final_out)
         row = self.reader.row(number)
         row.validate(self.contract)  # before shapes are broadcast
+        row.check_finite(str(getattr(self.reader, "folder", "the reader")), "make this row again")
         return replace(row, aux_hidden=aux_out.copy_(row.aux_hidden), final_hidden=final_out.copy_(row.final_hidden))
 
     def _finished(self, row: FeatureRow) -> FeatureRow:

@@ -166,6 +166,8 @@ class MemorySource(PlannedSource):
     def __init__(self, contract: FeatureContract, rows: Sequence[FeatureRow], dtype: torch.dtype = torch.float32):
         if not rows:
             raise FeatureError("no rows to hold: at least one is needed")
+        for row in rows:
+            row.check_finite("the rows given", "make this row again")
         self.contract = replace(contract, dtype=dtype_name(dtype))
         self._rows = [_hold(row, dtype) for row in rows]
         self.lengths = [len(row) for row in rows]

@@ -243,5 +243,5 @@ def test_a_nan_is_found_in_every_dtype(tmp_path, dtype):
         )
 
     forge(tmp_path, spoil)
-    with pytest.raises(FeatureError, match=f"{name} of row 0 holds NaN or infinity"):
+    with pytest.raises(FeatureError, match=f"{name} holds NaN or infinity in 1 of 6 rows: 'row-0'"):
         StoreReader(tmp_path)

@@ -185,7 +185,10 @@ def test_nan_is_refused_by_the_writer_and_found_by_the_reader(tmp_path, monkeypa
         row.aux_hidden[:] = float("nan")
         writer.add(0, row)
     monkeypatch.undo()
-    with pytest.raises(FeatureError, match=r"features-0-of-1-000000.safetensors: aux_hidden of row 0 holds NaN"):
+    with pytest.raises(
+        FeatureError,
+        match="000000.safetensors: aux_hidden holds NaN or infinity in 1 of 1 rows: 'row-0'",
+    ):
         StoreReader(tmp_path / "b")
 
 

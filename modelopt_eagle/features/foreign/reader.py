@@ -231,8 +231,7 @@ class ForeignReader(ForeignTokens):
         if self._order != sorted(self._order):
             layers = row.aux_hidden.unflatten(-1, (len(self._order), -1))  # [s,A,Ht]
             row = replace(row, aux_hidden=layers[:, self._order].flatten(1))
-        if not (torch.isfinite(row.aux_hidden).all() and torch.isfinite(row.final_hidden).all()):
-            raise FeatureError(f"{path} holds NaN or infinity; dump it again or delete it")
+        row.check_finite(str(path), "dump it again or delete it")
         return row
 
     @torch.no_grad()

@@ -139,9 +139,7 @@ def encode_row(row: FeatureRow, contract: FeatureContract) -> dict[str, Tensor]:
     row.validate(contract)
     supervised = row.supervised.cpu()
     final = row.final_hidden.cpu()[needed_final_positions(supervised)]  # [f,Ht]
-    for name, states in (("aux_hidden", row.aux_hidden), ("final_hidden", final)):
-        if not torch.isfinite(states).all():
-            raise FeatureError(f"row {row.row_id!r}: {name} holds NaN or infinity; such a row is not stored")
+    row.check_finite("what was made for a store", "such a row is not stored")
     aux, aux_scale = shrink(row.aux_hidden.cpu(), len(contract.aux_layer_ids), contract.dtype)
     final, final_scale = shrink(final, 1, contract.dtype)
     tensors = {

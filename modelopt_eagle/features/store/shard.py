@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def open_shard(folder: Path, entry: ShardEntry, contract: FeatureContract, check
         raise FeatureError(f"shard {path} is not what its manifest says: {fault}; {REMEDY}")
     check_prefixes(path, shard)
     if checksum:
-        check_finite(path, shard)
+        check_finite(path, shard, entry.row_ids)
     return shard
 
 
@@ -187,35 +188,43 @@ def check_prefixes(path: Path, shard: dict[str, Tensor]) -> None:
         raise FeatureError(f"shard {path}: row {number} names a prefix that no earlier row has; {REMEDY}")
 
 
-def check_finite(path: Path, shard: dict[str, Tensor]) -> None:
-    """Look for NaN and infinity in a shard's states and scales, at every position.
+def check_finite(path: Path, shard: dict[str, Tensor], row_ids: Sequence[str]) -> None:
+    """Look for NaN and infinity in a shard's states, scales and predictions, at every position.
 
     Args:
         path: for the message.
         shard: its tensors.
+        row_ids: names of its rows.
 
     Raises:
-        FeatureError: names shard, tensor and row.
+        FeatureError: names shard, tensor and rows, and counts them.
     """
-    pairs = (("aux", "aux_offsets" if "aux_offsets" in shard else "row_offsets"), ("final", "final_offsets"))
-    for kind, offsets_name in pairs:
-        for name in (f"{kind}_hidden", f"{kind}_scale"):
-            if name not in shard or shard[name].dtype == torch.int8:
-                continue
-            for number, part in enumerate(shard[name].split(_POSITIONS)):
-                finite = _is_finite(part)  # [p,width]
-                if not finite.all():
-                    position = number * _POSITIONS + int((~finite.all(-1)).nonzero()[0])
-                    row = int(torch.searchsorted(shard[offsets_name], position, right=True)) - 1
-                    raise FeatureError(f"shard {path}: {name} of row {row} holds NaN or infinity; {REMEDY}")
+    offsets = {"aux": "aux_offsets" if "aux_offsets" in shard else "row_offsets", "final": "final_offsets"}
+    places = {f"{kind}_{part}": spans for kind, spans in offsets.items() for part in ("hidden", "scale")}
+    for name, spans in (places | {"target_logsumexp": "teacher_offsets"}).items():
+        if name not in shard or shard[name].dtype == torch.int8:
+            continue
+        bad: set[int] = set()
+        for number, part in enumerate(shard[name].split(_POSITIONS)):
+            at = (~_is_finite(part)).nonzero()[:, 0] + number * _POSITIONS
+            bad.update((torch.searchsorted(shard[spans], at, right=True) - 1).tolist())
+        if bad:
+            rows = ", ".join(repr(row_ids[row]) for row in sorted(bad)[:_SHOWN])
+            more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+            raise FeatureError(
+                f"shard {path}: {name} holds NaN or infinity in {len(bad)} of {len(row_ids)} rows: {rows}{more}; "
+                f"{REMEDY}"
+            )
 
 
+_SHOWN = 6
+"""Rows that a message names."""
 _POSITIONS = 4096
 """Positions looked at at a time."""
 
 
 def _is_finite(states: Tensor) -> Tensor:
-    """[p, width] bool; float8_e4m3fn has no infinity, and one pattern of bits for NaN, with either sign."""
+    """[p, ...] bool; float8_e4m3fn has no infinity, and one pattern of bits for NaN, with either sign."""
     if states.dtype == torch.float8_e4m3fn:
         return states.view(torch.uint8) & 0x7F != 0x7F
     return torch.isfinite(states)
