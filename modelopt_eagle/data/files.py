@@ -216,8 +216,7 @@ class _unpacked:
         if magic[:2] == _GZIP:
             self._handle: Any = gzip.open(self.path, "rb")
         elif magic == _ZSTD:
-            zstandard = require_extra("zstandard", "data")
-            self._handle = io.BufferedReader(zstandard.open(self.path, "rb"))
+            self._handle = io.BufferedReader(_ZstdFrames(self.path))
         else:
             self._handle = open(self.path, "rb")
         return self
@@ -239,6 +238,38 @@ class _unpacked:
             return action()
         except Exception as error:  # gzip and zstandard raise kinds of their own
             raise DataError(f"{self.path}: damaged or cut off ({type(error).__name__}: {error})") from error
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The bytes in a file's zstd frames. Unlike ``zstandard.open``, an end within a frame is an error, as in gzip."""
+
+    def __init__(self, path: Path):
+        self._zstd = require_extra("zstandard", "data").ZstdDecompressor()
+        self._file = open(path, "rb")  # noqa: SIM115 - close() closes it
+        self._frame, self._unpacked = None, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer) -> int:
+        """Fill a buffer as far as the next packed bytes go; returns how far, 0 at the end."""
+        while not self._unpacked:
+            packed = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            packed = packed or self._file.read(1024)  # at most some 32 MB when unpacked
+            if not packed:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("the file ends before its last frame does")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._zstd.decompressobj()
+            self._unpacked = memoryview(self._frame.decompress(packed))
+        size = min(len(buffer), len(self._unpacked))
+        buffer[:size], self._unpacked = self._unpacked[:size], self._unpacked[size:]
+        return size
 
 
 def _read_lines(path: Path) -> Iterator[SourceRow]:

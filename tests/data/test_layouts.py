@@ -219,3 +219,18 @@ def test_only_rows_asked_for_are_read(tmp_path):
     text = io.StringIO("".join(json.dumps(row) + "\n" for row in ROWS) + "{broken\n").getvalue()
     (tmp_path / "d.jsonl").write_text(text)
     assert read_conversations(tmp_path / "d.jsonl", max_rows=5).report.read == 5
+
+
+def test_a_packed_file_may_have_several_frames_and_must_not_end_within_one(tmp_path):
+    import zstandard
+
+    lines = ["".join(json.dumps(row) + "\n" for row in part).encode() for part in (ROWS[:2], ROWS[2:])]
+    for name, pack in (("f.gz", gzip.compress), ("f.zst", zstandard.compress)):
+        (tmp_path / name).write_bytes(b"".join(map(pack, lines)))
+        assert answers(read_conversations(tmp_path / name)) == [f"a{i}" for i in range(5)]
+    begun = zstandard.ZstdCompressor().compressobj()
+    part = begun.compress(lines[0]) + begun.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)  # whole lines, the frame is open
+    for name, content in (("one.zst", part), ("two.zst", zstandard.compress(lines[1]) + part)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name}: damaged or cut off \(EOFError"):
+            read_conversations(tmp_path / name)
