@@ -3,9 +3,11 @@
 Three row formats, detected per row:
 
 * ``{"id", "category", "turns": [str, ...]}``: ours, and MT-Bench's ``question.jsonl`` (``question_id``, not ``id``);
+* ``{"prompt": str or [str, ...]}``, the same under another name, of rows without messages;
 * ``{"messages": [...]}`` or ``{"conversations": [...]}``: the user turns are taken, the assistant turns are left out.
 
-Images stand in a prompt as in a conversation (``docs/data.md``), where they can be used.
+``system``, ``tools`` and ``chat_template_kwargs`` beside them are read as in conversations, and so are images where
+they can be used (``docs/data.md``).
 """
 
 import hashlib
@@ -121,17 +123,14 @@ def prompt_of(row: SourceRow, index: int, images: bool = False) -> Prompt:
     refuse_half_characters(row.place, identifier, category)
     numbered = not any(value.get(key) is not None for key in ID_KEYS)
     tools, arguments = tools_of(value, row.place), template_arguments_of(row)
-    turns = value.get("turns", value.get("prompt"))
+    turns = value.get("turns")
+    if turns is None and not (value.get("messages") or value.get("conversations")):
+        turns = value.get("prompt")  # beside messages it is the first of them alone
     if isinstance(turns, str):
         turns = [turns]
     if turns is not None:
         if not (isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns)):
             raise DataError(f"{row.place}: `turns` must be a non-empty list of non-empty texts")
-        refuse_half_characters(row.place, *turns)
-        if not (value.get("image") or value.get("images")):
-            system = value.get("system") or value.get("system_prompt")
-            return Prompt(identifier, category, tuple(turns), system if isinstance(system, str) else None, (),
-                          numbered, tools, arguments)  # fmt: skip
         row = replace(row, value=value | {"messages": [{"role": "user", "content": turn} for turn in turns]})
     messages = messages_of(row)
     if not images and any(message.images for message in messages):

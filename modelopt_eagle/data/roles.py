@@ -102,7 +102,7 @@ def messages_of(
     messages = [_message(turn, f"{place}, turn {i}", aliases or {}, row.folder, report) for i, turn in enumerate(turns)]
     _check_tool_turns(messages, place)
     messages = _with_row_images(messages, row)
-    messages = _system_turns(value) + messages
+    messages = _system_turns(value, place) + messages
     ended, unknown = finish_reason(value)
     if unknown is not None:
         report.note("unknown_finish_reason", f"{place}: {unknown!r} is not known, taken as the end of a whole answer")
@@ -114,10 +114,20 @@ def messages_of(
     return messages[1:] if messages[:1] == messages[1:2] and messages[0].role == "system" else messages
 
 
-def _system_turns(value: Mapping) -> list[Message]:
-    """The texts that stand under ``system`` and ``system_prompt`` of a row, as turns."""
-    texts = [value.get(key) for key in ("system", "system_prompt")]
-    return [Message("system", text) for text in dict.fromkeys(texts) if isinstance(text, str) and text.strip()]
+def _system_turns(value: Mapping, place: str) -> list[Message]:
+    """The texts that stand under ``system`` and ``system_prompt`` of a row, as turns.
+
+    Raises:
+        RowRejected: ``malformed_message`` for anything but a text.
+    """
+    texts = []
+    for key in ("system", "system_prompt"):
+        text = value.get(key)
+        if text is not None and not isinstance(text, str):
+            raise RowRejected("malformed_message", f"{place}: `{key}` must be text, found {type(text).__name__}")
+        if text is not None and text.strip() and text not in texts:
+            texts.append(text)
+    return [Message("system", text) for text in texts]
 
 
 def _check_tool_turns(messages: Sequence[Message], place: str) -> None:
@@ -188,11 +198,12 @@ def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None, 
         text_key = "content"
     name = str(turn[role_key])
     role = aliases.get(name) or ROLE_ALIASES.get(name.lower())
+    for key in unread_keys(turn):
+        report.note(f"unread_key_of_a_turn_{key}", f"{place}: nothing reads `{key}`")
     if role is None and name.lower() in CALL_ROLES:
         if not isinstance(turn.get(text_key), str):
             raise RowRejected("tool_role", f"{place}: tool use (role {name!r}) without a call in `{text_key}`")
-        calls = (tool_call(turn[text_key], place),)
-        return Message("assistant", "", tool_calls=calls, learned=is_learned(turn, place))
+        return replace(_answer_fields(turn, place, report), tool_calls=(tool_call(turn[text_key], place),))
     if role is None and name.lower() in RESULT_ROLES:
         return Message("tool", _result_text(turn, text_key, place), name=_text_or_none(turn.get("name")),
                        tool_call_id=_text_or_none(turn.get("tool_call_id")))  # fmt: skip
@@ -202,24 +213,9 @@ def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None, 
             "unknown_role",
             f"{place}: unknown role {name!r}; known are {known}; map it with a role alias such as {name}=assistant",
         )
-    for key in unread_keys(turn):
-        report.note(f"unread_key_of_a_turn_{key}", f"{place}: nothing reads `{key}`")
     message = Message(role, "")
     if role == "assistant":
-        ended, unknown = finish_reason(turn)
-        if unknown is not None:
-            report.note(
-                "unknown_finish_reason", f"{place}: the finish reason {unknown!r} is not known: taken as a whole answer"
-            )
-        message = Message(
-            role,
-            "",
-            ended,
-            reasoning=reasoning_of(turn, place),
-            tool_calls=tool_calls_of(turn, place),
-            learned=is_learned(turn, place),
-            token_ids=_token_ids(turn.get("token_ids"), place),
-        )
+        message = replace(_answer_fields(turn, place, report), tool_calls=tool_calls_of(turn, place))
     elif turn.get("tool_calls") or turn.get("function_call"):
         raise RowRejected("tool_role", f"{place}: tool use in a turn of role {name!r}: only the assistant calls tools")
     content = turn.get(text_key)
@@ -238,6 +234,23 @@ def _message(turn, place: str, aliases: Mapping[str, str], folder: Path | None, 
         found = "parts of other types" if isinstance(content, list) else type(content).__name__
         raise RowRejected("non_text_content", f"{place}: `{text_key}` must be text, or texts and images; found {found}")
     return replace(message, content=content)
+
+
+def _answer_fields(turn: Mapping, place: str, report: DataReport) -> Message:
+    """What stands beside the text of a turn that the target wrote, be it an answer or a call of a tool."""
+    ended, unknown = finish_reason(turn)
+    if unknown is not None:
+        report.note(
+            "unknown_finish_reason", f"{place}: the finish reason {unknown!r} is not known: taken as a whole answer"
+        )
+    return Message(
+        "assistant",
+        "",
+        ended,
+        reasoning=reasoning_of(turn, place),
+        learned=is_learned(turn, place),
+        token_ids=_token_ids(turn.get("token_ids"), place),
+    )
 
 
 def split_reasoning(content: list, place: str) -> tuple[str | None, list]:

@@ -155,6 +155,8 @@ def test_an_unknown_role_fails_is_dropped_or_is_mapped(tmp_path):
         ({"messages": [{"role": "user", "content": 3}]}, "non_text_content"),
         ({"messages": [GOOD["messages"][0], {"role": "assistant", "content": "cut \ud83d"}]}, "non_text_content"),
         (GOOD | {"system": "\udc4d"}, "non_text_content"),
+        (GOOD | {"system": ["rules"]}, "malformed_message"),
+        (GOOD | {"system_prompt": {"text": "rules"}}, "malformed_message"),
         (GOOD | {"id": "\ud83d"}, "non_text_content"),
         (GOOD | {"category": "\ud83d"}, "non_text_content"),
         ({"messages": [*GOOD["messages"], {"role": "tool", "content": "42"}]}, "tool_role"),
@@ -217,6 +219,17 @@ def test_prompts_in_three_formats(tmp_path):
     ]
 
 
+def test_beside_a_prompt_stands_what_stands_beside_messages(tmp_path):
+    tool = {"name": "f", "parameters": {}}
+    beside = {"system": "s", "system_prompt": "t", "tools": [tool], "chat_template_kwargs": {"x": 1}}
+    asked = [{"role": "user", "content": text} for text in ("p", "and?")]
+    rows = [{"prompt": "p"}, {"turns": ["p"]}, {"messages": asked[:1]}, {"prompt": "p", "messages": asked}]
+    one, two, three, whole = load_prompts(write_lines(tmp_path / "q.jsonl", *(row | beside for row in rows)))
+    assert one.digest == two.digest == three.digest
+    assert (one.system, len(one.tools), one.template_arguments) == ("s\n\nt", 1, {"x": 1})
+    assert whole.turns == ("p", "and?"), "the prompt of public sets is the first of the messages alone"
+
+
 def test_a_limit_is_spread_over_the_prompts():
     prompts = load_prompts("quickstart", limit=8)
     assert len({prompt.category for prompt in prompts}) == 8
@@ -232,6 +245,7 @@ def test_a_limit_is_spread_over_the_prompts():
         ([{"id": 1, "turns": ["a"]}] * 2, "stands twice"),
         ([{"messages": [{"role": "system", "content": "s"}]}], "no user turn"),
         ([{"question": "?"}], "found the keys question"),
+        ([{"id": 1, "turns": ["a"], "system": ["s"]}], "`system` must be text, found list"),
     ],
 )
 def test_bad_prompts(tmp_path, rows, message):
