@@ -16,6 +16,7 @@ REASONS = {
     "written_ids_differ": "the rendering does not give back the token ids that were written",
     "boundary_unclear": "the answer's tokens behind the prompt cannot be told",
     "text_boundary": "the mark of data.text_boundary does not stand where an answer begins",
+    "turn_weight": "a turn's weight or mark that is neither 0 nor 1",
     "nothing_to_learn": "every answer is marked as not to be learned",
     "unknown_role": "a role that is neither known nor aliased",
     "no_assistant_turn": "nothing to learn from",

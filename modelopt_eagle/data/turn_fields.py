@@ -23,6 +23,7 @@ _LEARNED_KEYS = (
     "weight", "train", "trainable", "training", "loss", "loss_mask", "loss_weight", "learn", "supervise", "supervised",
 )  # fmt: skip
 _MASKED_KEYS = ("masked", "mask", "ignore", "no_loss")
+_SPELLED = {"true": 1, "yes": 1, "1": 1, "1.0": 1, "false": 0, "no": 0, "0": 0, "0.0": 0}
 
 _FINISH_KEYS = ("finish_reason", "stop_reason", "finishReason", "stopReason")
 _CUT = {
@@ -40,8 +41,8 @@ _OTHER_KEYS = {"role", "from", "content", "value", "text", "name", "tool_calls",
 _DESCRIPTIONS = {
     "id", "uuid", "message_id", "parent_id", "timestamp", "created", "created_at", "updated_at", "date", "time",
     "model", "index", "turn", "lang", "language", "source", "metadata", "meta", "usage", "logprobs", "score", "rating",
-    "refusal", "annotations", "audio", "object", "type", "status", "end_turn", "recipient", "author", "tokens",
-    "num_tokens", "token_count", "content_type", "channel", "citations",
+    "refusal", "annotations", "audio", "object", "type", "status", "end_turn", "author", "tokens",
+    "num_tokens", "token_count", "citations",
 }  # fmt: skip
 _KNOWN = {*REASONING_KEYS, *_LEARNED_KEYS, *_MASKED_KEYS, *_FINISH_KEYS, *_OTHER_KEYS, *_DESCRIPTIONS}
 
@@ -108,8 +109,8 @@ def is_learned(turn: Mapping, place: str) -> bool | None:
     """Whether a turn says that it is to be learned; ``None`` if it says nothing.
 
     Raises:
-        RowRejected: ``malformed_message`` for two marks that contradict each other, or a mark that is no number or
-            truth value.
+        RowRejected: ``turn_weight`` for a mark that is neither on nor off: answers are learned or context, there are no
+            shares between; ``malformed_message`` for two marks that contradict each other.
     """
     said: dict[str, bool] = {}
     for key in (*_LEARNED_KEYS, *_MASKED_KEYS):
@@ -117,7 +118,9 @@ def is_learned(turn: Mapping, place: str) -> bool | None:
             value = _truth(turn[key])
             if value is None:
                 raise RowRejected(
-                    "malformed_message", f"{place}: `{key}` must be true, false or a number, found {turn[key]!r}"
+                    "turn_weight",
+                    f"{place}: `{key}` must be 0 or 1 (or true, false), found {turn[key]!r:.80}: answers are learned "
+                    "or not, no weight between is trained; round it, or take it out",
                 )
             said[key] = value if key in _LEARNED_KEYS else not value
     if len(set(said.values())) > 1:
@@ -126,15 +129,9 @@ def is_learned(turn: Mapping, place: str) -> bool | None:
 
 
 def _truth(value) -> bool | None:
-    if isinstance(value, (bool, int, float)):
-        return bool(value)
     if isinstance(value, str):
-        text = value.strip().lower()
-        if text in ("true", "yes", "1", "1.0"):
-            return True
-        if text in ("false", "no", "0", "0.0"):
-            return False
-    return None
+        value = _SPELLED.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
 def finish_reason(value: Mapping) -> tuple[str | None, str | None]:

@@ -82,6 +82,26 @@ def test_reasoning_in_parts_twice_the_same_and_contradictory():
 def test_keys_that_nobody_reads_are_named():
     _, report = texts(CHATML_TEMPLATE, answered("a", mood="good", id=7, finish_reason="stop"))
     assert report.notes == {"unread_key_of_a_turn_mood": 1} and "nothing reads `mood`" in report.header()
+    called = {"role": "function_call", "content": json.dumps(CALL["function"]), "recipient": "x"}
+    row = {"messages": [ASKED, called, {"role": "observation", "content": "grey", "channel": "y"},
+                        {"role": "assistant", "content": "ok", "content_type": "z"}]}  # fmt: skip
+    _, report = texts(TOOLS, row)
+    assert report.notes == {f"unread_key_of_a_turn_{key}": 1 for key in ("recipient", "channel", "content_type")}
+
+
+def test_a_turn_of_a_call_says_how_it_ended_and_what_was_written():
+    tokenizer = tokenizer_with(TOOLS)
+    ids = tokenizer(WRITTEN, add_special_tokens=False)["input_ids"]
+    called = {"role": "function_call", "content": json.dumps(CALL["function"])}
+    for more, wanted in (
+        ({"finish_reason": "length"}, WRITTEN.removesuffix("<|im_end|>")),
+        ({"token_ids": ids[:-1], "finish_reason": "length"}, WRITTEN.removesuffix("<|im_end|>")),
+        ({"token_ids": ids}, WRITTEN),
+    ):
+        assert texts(tokenizer, {"messages": [ASKED, called | more]})[0] == [[wanted]]
+    _, report = texts(tokenizer, answered("a"), {"messages": [ASKED, called | {"token_ids": ids[3:]}]},
+                      {"messages": [ASKED, called | {"reasoning": "hm"}]})  # fmt: skip
+    assert report.dropped == {"written_ids_differ": 1, "separate_reasoning": 1}
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"trainable": "false"}, {"loss": False},
@@ -92,8 +112,16 @@ def test_turns_marked_as_not_to_be_learned_are_context(mark):
     assert found == [["yes<|im_end|>"]] and report.notes == {"answers_marked_as_not_learned": 1}
     _, report = texts(CHATML_TEMPLATE, answered("a"), {"messages": turns[:2]}, answered("a", weight=0, train=True))
     assert report.dropped == {"nothing_to_learn": 1, "malformed_message": 1}
-    found, _ = texts(CHATML_TEMPLATE, answered("a", weight=1), answered("b", masked=False))
+    found, _ = texts(CHATML_TEMPLATE, answered("a", weight=1.0), answered("b", masked=False))
     assert found == [["a<|im_end|>"], ["b<|im_end|>"]]
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, -1, float("nan"), float("inf"), "0.5"])
+def test_a_weight_that_is_neither_0_nor_1_is_not_taken_for_either(weight):
+    for key in ("weight", "loss_mask", "masked"):
+        found, report = texts(CHATML_TEMPLATE, answered("a"), answered("b", **{key: weight}))
+        assert found == [["a<|im_end|>"]] and report.dropped == {"turn_weight": 1}
+        assert f"`{key}` must be 0 or 1 (or true, false)" in report.examples["turn_weight"]
 
 
 @pytest.mark.parametrize(
