@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
-from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm, known_algorithms
+from modelopt_eagle.draft.algorithm import SHIPPED, algorithm_of, find_algorithm, known_algorithms
+from modelopt_eagle.draft.eagle3.algorithm import STRUCTURE
 from modelopt_eagle.errors import ExportError, RecipeError
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.features.dump import TargetBackEnd, dump
@@ -32,6 +33,20 @@ def trained(tiny_target_dir, data, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "online"
     recipe = small_recipe(tiny_target_dir, data, output, f"algorithm={NAME}", "training.learning_rate=2e-2")
     return train(recipe)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "eagle3"])
+def test_keys_that_shape_an_eagle_head_are_read_or_refused(name):
+    """Of each drafter: a key that it does not take over into the head's configuration is an error, not ignored."""
+    algorithm, other_values = find_algorithm(name), {"decoder_type": "kimik2", "sliding_window": 64}
+    for key in STRUCTURE:
+        value = other_values.get(key, "true" if load_recipe(None).eagle.default(key) is False else 2)
+        recipe = load_recipe(None, [f"algorithm={name}", f"eagle.{key}={value}"])
+        if key in algorithm.structure or (name, key) == ("dflash", "qk_norm"):  # DFlash heads have these norms always
+            algorithm.check_recipe(recipe)
+            continue
+        with pytest.raises(RecipeError, match=f"eagle.{key} "):
+            algorithm.check_recipe(recipe)
 
 
 def test_the_table_learns_online_and_is_evaluated(trained):

@@ -14,6 +14,7 @@ from modelopt_eagle.draft.dflash.draft_loop import BlockDrafter
 from modelopt_eagle.draft.dflash.layout import DFlashLayout
 from modelopt_eagle.draft.dflash.module import DFlashModule
 from modelopt_eagle.draft.dflash.probe import probe
+from modelopt_eagle.draft.eagle3.algorithm import STRUCTURE as EAGLE_STRUCTURE
 from modelopt_eagle.draft.mask_token import settle_mask_token
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError, RecipeError
@@ -30,10 +31,10 @@ STRUCTURE = {
 }
 """Recipe key in ``eagle`` → field of :class:`DFlashConfig`."""
 NOT_READ = (
-    "decoder_type", "ttt_steps", "ttt_warmup", "mix_hidden_states", "norm_before_residual", "norm_before_fc", "fc_norm",
-    "norm_output",
-)  # fmt: skip
-"""Keys of ``eagle`` that shape what a DFlash head does not have."""
+    *(key for key in EAGLE_STRUCTURE if key not in (*STRUCTURE, "qk_norm")),
+    *("ttt_steps", "ttt_warmup", "mix_hidden_states"),
+)
+"""Keys of ``eagle`` that shape what a DFlash head does not have; the norms of ``qk_norm`` it has always."""
 
 
 def check_recipe(recipe: Any) -> None:
