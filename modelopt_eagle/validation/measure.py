@@ -143,7 +143,8 @@ def time_generators(
     """Speed of generators on ``count`` prompts of text spread over the set (those that fit); empty if there is none."""
     target, limit = generators[0].target, min(max_new_tokens, SPEED_TOKENS)
     prompts = [prompt for prompt in prompts if not prompt.parts]
-    encoded = [first_turn(target, prompts[i * len(prompts) // count]) for i in range(min(count, len(prompts)))]
+    count = min(count, len(prompts))
+    encoded = [first_turn(target, prompts[i * len(prompts) // count]) for i in range(count)]
     encoded = [ids for ids in encoded if len(ids) + limit <= window(target)]
     if not encoded:
         return []

@@ -18,7 +18,7 @@ from modelopt_eagle.common.acceptance import (
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, SamplingOptions
 from modelopt_eagle.errors import DataError
-from modelopt_eagle.validation import measure_acceptance
+from modelopt_eagle.validation import measure, measure_acceptance
 from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, pieces, prompt_ids
 
 
@@ -173,6 +173,16 @@ def test_answers_drawn_as_production_draws(target, good_head, prompts, report):
     }  # fmt: skip
     assert "answers drawn: temperature 0.9" in drawn.table() and "drafts drawn" in both.table()
     assert both.acceptance_length > 1 and drawn.speedup > 0
+
+
+def test_the_speed_is_timed_on_as_many_different_prompts_as_there_are(target, good_head, prompts, monkeypatch):
+    timed = []
+    monkeypatch.setattr(measure, "measure_speed", lambda generators, encoded, *rest, **named: timed.append(encoded))
+    generator = PseudoSpeculativeGenerator(target, good_head)
+    for count in (4, 8, 2):
+        measure.time_generators([generator], prompts, count, 32)
+    firsts = [first_turn(target, prompt) for prompt in prompts]
+    assert timed == [firsts, firsts, [firsts[0], firsts[2]]]
 
 
 def test_a_tree_accepts_at_least_what_its_chain_does(target, good_head, prompts, report):
