@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from modelopt_eagle.common.acceptance import length_text
 from modelopt_eagle.common.layers import default_layer_ids
-from modelopt_eagle.data import Message, render_text
 from modelopt_eagle.data.prompts import Prompt
 from modelopt_eagle.decoding.generator import PlainGenerator
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
 from modelopt_eagle.draft.config import rope_of
 from modelopt_eagle.errors import CheckpointError, DecodingError, TargetError
 from modelopt_eagle.training.acceptance import WalkResult, acceptance_walk
+from modelopt_eagle.validation.dialogues import first_turn
 
 MARGIN = 0.05
 """Another convention is named when its acceptance length is higher by at least this."""
@@ -127,11 +127,7 @@ def answers_of(target, prompts: Sequence[Prompt], layers: Sequence[int], new_tok
     Raises:
         DecodingError: not one answer has two tokens.
     """
-    encoded = []
-    for prompt in prompts:
-        messages = [Message("system", prompt.system)] if prompt.system else []
-        text = render_text(target.tokenizer, [*messages, Message("user", prompt.turns[0])], add_generation_prompt=True)
-        encoded.append(list(target.tokenizer(text, add_special_tokens=False)["input_ids"]))
+    encoded = [first_turn(target, prompt) for prompt in prompts]
     replies = PlainGenerator(target).generate(encoded, max_new_tokens=new_tokens).tokens
     found, wanted = [], sorted(layers)
     for asked, reply in zip(encoded, replies, strict=True):
@@ -305,7 +301,7 @@ def diagnose(
     Raises:
         DecodingError: a head that is no EAGLE-3 head, or prompts that the target does not answer.
     """
-    if not isinstance(module, EagleModule):
+    if not isinstance(module, EagleModule) or type(module.config) is not DraftConfig:
         raise DecodingError(f"diagnose tries the conventions of EAGLE-3 heads, this is a {type(module).__name__}")
     module = module.eval()
     config: DraftConfig = module.config

@@ -8,10 +8,13 @@ import torch
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data.prompts import Prompt
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft.peagle.config import PEagleConfig
+from modelopt_eagle.draft.peagle.module import PEagleModule
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.export import export_checkpoint
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.validation.diagnose import answers_of, changed, diagnose, remapped, table_variants
+from modelopt_eagle.validation.dialogues import first_turn
 from tests.decoding.heads import learn_answers
 
 PROMPTS = [Prompt(f"p{n}", "all", (f"Count to {n}.",)) for n in range(6)]
@@ -106,5 +109,23 @@ def test_a_map_that_is_none_is_not_tried(trained):
 
 def test_other_heads_are_refused(trained):
     target, _ = trained
-    with pytest.raises(DecodingError, match="conventions of EAGLE-3 heads"):
-        diagnose(target, torch.nn.Linear(2, 2), PROMPTS)
+    masked = PEagleModule(PEagleConfig.from_target(target.config, mask_token_id=3))
+    for other in (torch.nn.Linear(2, 2), masked):
+        with pytest.raises(DecodingError, match="conventions of EAGLE-3 heads"):
+            diagnose(target, other, PROMPTS)
+
+
+def test_prompts_are_those_of_a_validation(trained):
+    """Rendered with all that a prompt brings, not its first words alone."""
+    target, _ = trained
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    template = target.tokenizer.chat_template
+    try:
+        target.tokenizer.chat_template = "{{ tools | length if tools else 'no' }} tools, {{ mood }} " + template
+        prompt = Prompt("p", "all", ("And now?",), system="Be brief.", tools=(tool,), template_arguments={"mood": "up"})
+        (answer,) = answers_of(target, [prompt], [1], 4)
+        asked = answer.ids[0, : int(answer.supervised[0].int().argmax())].tolist()
+        assert asked == first_turn(target, prompt)
+    finally:
+        target.tokenizer.chat_template = template
+    assert target.tokenizer.decode(asked).startswith("1 tools, up ")
