@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from modelopt_eagle.common.lists import parse_ids
-from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.errors import CheckpointError, RecipeError, TargetError
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions
 from modelopt_eagle.export.tensors import CONVENTIONS
-from modelopt_eagle.target.load import architecture_of
+from modelopt_eagle.target.gguf import QUICKSTART_NAME
+from modelopt_eagle.target.identity import local_name
+from modelopt_eagle.target.load import architecture_of, resolve
 
 if TYPE_CHECKING:
+    from modelopt_eagle.draft import DraftConfig
     from modelopt_eagle.target.like import TableTarget
 
 
@@ -85,3 +91,66 @@ def dtype_of(config: Any) -> torch.dtype | None:
     """The dtype that a target's configuration names; engines serve it, and its drafts, in it."""
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+
+
+def own_target(path: str | Path, config: DraftConfig) -> str:
+    """What a command loads for a head whose target was not given.
+
+    A head records a hub id, or the name of a local folder and not where that lay. The recipe of the run that the head
+    lies in says where: it is believed if the folder is still there and goes by the recorded name.
+
+    Args:
+        path: as it was given: an export, a checkpoint or a run's output folder.
+        config: of the head that was found there.
+
+    Returns:
+        ``quickstart``, a local path, or the recorded name.
+
+    Raises:
+        CheckpointError: the head records no target.
+    """
+    recorded = config.target_name
+    if recorded is None:
+        raise CheckpointError(f"{path} does not record its target: pass --base_model")
+    if recorded == QUICKSTART_NAME:
+        return "quickstart"
+    whole = Path(path).resolve()
+    trained = (_target_of_recipe(folder / "recipe.yaml") for folder in (whole, whole.parent))
+    for named in (Path(name).expanduser() for name in trained if name):
+        if named.exists() and local_name(Path(resolve(named))) == recorded:
+            return str(named)
+    return recorded
+
+
+def _target_of_recipe(file: Path) -> str | None:
+    """``model.base_model`` of a run's recipe; ``None`` where there is none to read."""
+    from modelopt_eagle.recipe.yaml_file import read_yaml
+
+    try:
+        model = read_yaml(file)[0].get("model") if file.is_file() else None
+    except RecipeError:
+        return None
+    name = model.get("base_model") if isinstance(model, dict) else None
+    return name if isinstance(name, str) else None
+
+
+@contextmanager
+def recorded_by(path: str | Path, given: str | None) -> Iterator[None]:
+    """Say, where a target cannot be loaded inside, that its name was the head's and not the caller's.
+
+    Args:
+        path: of the head.
+        given: the target as it was given; ``None``: :func:`own_target` of the head.
+
+    Raises:
+        TargetError: that of the loading, with the flag that mends it.
+    """
+    try:
+        yield
+    except TargetError as error:
+        if given is not None:
+            raise
+        raise TargetError(
+            f"{error}. The name is what {path} records of its target: if that is a folder of this machine, give it as "
+            "--base_model FOLDER"
+        ) from error

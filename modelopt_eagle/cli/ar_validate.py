@@ -149,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         sample_drafts=arguments.sample_drafts,
     )
     print(report.table())
+    report.write_json(arguments.output)  # what a sweep may take long after is kept, whatever becomes of that
     if arguments.sweep:
         report.sweep = sweep(
             target, module, prompts, num_prompts=max(1, arguments.speedup_prompts), cuda_graph=cuda_graph,
@@ -217,9 +218,10 @@ def take_engine_options(arguments: argparse.Namespace) -> None:
     from modelopt_eagle.draft.plan import read_engine_options
     from modelopt_eagle.errors import DecodingError
 
-    given = [name for name in ("topk", "depth", "num_nodes") if getattr(arguments, name) is not None]
-    if given or arguments.mode != "chain":
-        raise DecodingError("--engine_options says what is drafted: leave --mode, --topk, --depth and --num_nodes out")
+    parser = build_parser()
+    shape = ("mode", "steps", "topk", "depth", "num_nodes")
+    if given := [f"--{name}" for name in shape if getattr(arguments, name) != parser.get_default(name)]:
+        raise DecodingError(f"--engine_options says what is drafted: leave {', '.join(given)} out")
     plan = read_engine_options(arguments.engine_options)
     arguments.mode, arguments.steps = ("tree", plan.depth) if plan.is_tree else ("chain", plan.depth)
     if plan.is_tree:
@@ -237,8 +239,7 @@ def load_pair(arguments: argparse.Namespace):
     Raises:
         EagleError: either cannot be loaded, or the head does not say what it was made for and nor does the caller.
     """
-    from modelopt_eagle.cli._reading import read_options
-    from modelopt_eagle.errors import DecodingError
+    from modelopt_eagle.cli._reading import own_target, read_options, recorded_by
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.recipe.sections import ModelSection
     from modelopt_eagle.target import load_target
@@ -249,9 +250,7 @@ def load_pair(arguments: argparse.Namespace):
     name = arguments.base_model
     if name is None:
         head = load_draft(arguments.model_path, options=read_options(arguments), quantised=True)
-        name = own_target(head.config.target_name)
-    if name is None:
-        raise DecodingError(f"{arguments.model_path} does not record its target: pass --base_model")
+        name = own_target(arguments.model_path, head.config)
     section = ModelSection(
         base_model=name,
         dtype=arguments.dtype,
@@ -259,7 +258,8 @@ def load_pair(arguments: argparse.Namespace):
         chat_template=arguments.chat_template,
         trust_remote_code=arguments.trust_remote_code,
     )
-    target = load_target(**section.load_arguments())
+    with recorded_by(arguments.model_path, arguments.base_model):
+        target = load_target(**section.load_arguments())
     if arguments.target_adapter is not None:
         print(f"target adapter {merge_adapter(target, arguments.target_adapter)}, merged")
     module = load_draft(
@@ -270,8 +270,9 @@ def load_pair(arguments: argparse.Namespace):
         options=read_options(arguments, target),
         quantised=True,
     )
-    arguments_of_template = arguments.template_arguments
-    record = {**module.config.extra, **({"template_arguments": arguments_of_template} if arguments_of_template else {})}
+    record = dict(module.config.extra)
+    if arguments.template_arguments is not None:
+        record["template_arguments"] = arguments.template_arguments
     use_chat_record(target.tokenizer, record)
     warn_of_another_template(module, target)
     if "target_adapter" in module.config.extra and arguments.target_adapter is None:
@@ -293,13 +294,6 @@ def warn_of_another_template(module, target) -> None:
             f"{found or 'none'}): "
             "its acceptance is measured on prompts that it does not know; pass that one with --chat_template"
         )
-
-
-def own_target(recorded: str | None) -> str | None:
-    """The target a head records; the bundled quick-start target goes by its short name."""
-    from modelopt_eagle.target.gguf import QUICKSTART_NAME
-
-    return "quickstart" if recorded == QUICKSTART_NAME else recorded
 
 
 def _source_name(source) -> str:

@@ -49,23 +49,29 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("num_samples", "max_new_tokens", "num_steps"):
         if getattr(arguments, name) < 1:
             raise DecodingError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
-    from modelopt_eagle.cli._reading import read_options
-    from modelopt_eagle.cli.ar_validate import own_target
+    from modelopt_eagle.cli._reading import own_target, read_options, recorded_by
+    from modelopt_eagle.cli.ar_validate import warn_of_another_template
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.validation.diagnose import diagnose
 
     name = arguments.base_model
     if name is None:
-        name = own_target(load_draft(arguments.model_path, options=read_options(arguments)).config.target_name)
-    if name is None:
-        raise DecodingError(f"{arguments.model_path} does not record its target: pass --base_model")
+        name = own_target(
+            arguments.model_path, load_draft(arguments.model_path, options=read_options(arguments)).config
+        )
     prompts = load_prompts(arguments.prompts, arguments.num_samples)
-    target = load_target(name, dtype=arguments.dtype, device=arguments.device, chat_template=arguments.chat_template)
+    with recorded_by(arguments.model_path, arguments.base_model):
+        target = load_target(
+            name, dtype=arguments.dtype, device=arguments.device, chat_template=arguments.chat_template
+        )
     module = load_draft(
         arguments.model_path, vocab_size=target.vocab_size, dtype="float32", options=read_options(arguments, target)
     )
+    use_chat_record(target.tokenizer, module.config.extra)
+    warn_of_another_template(module, target)
     found = diagnose(
         target, module.to(target.device), prompts, num_steps=arguments.num_steps,
         max_new_tokens=arguments.max_new_tokens, say=say,

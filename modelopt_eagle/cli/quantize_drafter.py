@@ -88,20 +88,21 @@ def main(argv: list[str] | None = None) -> int:
             raise ExportError(f"--{name} must be at least 1, found {getattr(arguments, name)}")
     if not 0 <= arguments.max_drop < 1:
         raise ExportError(f"--max_drop is a share such as 0.02, at least 0 and below 1, found {arguments.max_drop}")
-    from modelopt_eagle.cli._reading import read_options
-    from modelopt_eagle.cli.ar_validate import own_target
+    from modelopt_eagle.cli._reading import own_target, read_options, recorded_by
+    from modelopt_eagle.cli.ar_validate import warn_of_another_template
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.export import read_head
     from modelopt_eagle.export.quantize import feed, quantize_drafter
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.validation import measure_acceptance
 
     name = arguments.base_model
-    if not name:
-        name = own_target(read_head(arguments.model_path, options=read_options(arguments)).config.target_name)
-    if not name:
-        raise ExportError("the head does not name its target: give it with --base_model")
-    target = load_target(name)
+    if name is None:
+        head = read_head(arguments.model_path, options=read_options(arguments))
+        name = own_target(arguments.model_path, head.config)
+    with recorded_by(arguments.model_path, arguments.base_model):
+        target = load_target(name)
     identity = target.identity()
     head = read_head(
         arguments.model_path,
@@ -114,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
             f"warning: the head was trained together with an adapter on its target: unless {name} is the merged target "
             "(--base_model), it is calibrated and measured over another model"
         )
+    use_chat_record(target.tokenizer, head.config.extra)
+    warn_of_another_template(head.module, target)
     batches = calibration_batches(arguments, target, head.config.aux_layer_ids)
     prompts = load_prompts(arguments.prompts, arguments.num_samples)
 

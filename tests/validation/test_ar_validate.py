@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from modelopt_eagle.cli import ar_validate
 from modelopt_eagle.cli.main import run_command
-from modelopt_eagle.export import export_checkpoint
+from modelopt_eagle.errors import DecodingError
+from modelopt_eagle.export import export_checkpoint, load_draft
+from modelopt_eagle.target.chat import chat_settings
 from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.training import train
+from tests.training.runs import small_recipe, write_conversations
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,7 +143,8 @@ def test_an_engines_options_and_drawn_answers(folders, capsys, monkeypatch, tmp_
         (["--temperature", "-1"], "temperature must be finite"),
         (["--concurrent", "1"], "--concurrent takes numbers of at least 2"),
         (["--engine_options", "none.json"], "expected JSON or YAML"),
-        (["--engine_options", "none.json", "--topk", "2"], "leave --mode"),
+        (["--engine_options", "none.json", "--topk", "2"], "leave --topk out"),
+        (["--engine_options", "none.json", "--mode", "tree", "--steps", "5"], "leave --mode, --steps out"),
     ],
 )
 def test_bad_input_is_said_without_a_traceback(folders, capsys, arguments, words):
@@ -146,8 +152,47 @@ def test_bad_input_is_said_without_a_traceback(folders, capsys, arguments, words
     assert words in capsys.readouterr().err
 
 
-def test_missing_base_model_is_the_heads_own(folders, capsys):
-    arguments = command(folders, "--speedup_prompts", "0", "--num_samples", "1")
-    arguments = [*arguments[:2], *arguments[4:]]
-    assert run_command("ar_validate", arguments) == 2  # the export records a name, not where this machine keeps it
-    assert "target" in capsys.readouterr().err
+def test_a_runs_own_target_is_found_where_its_recipe_says(folders, capsys, tmp_path, monkeypatch):
+    """A head records the name of a local folder, not its place; an export elsewhere leaves only the name."""
+    monkeypatch.chdir(tmp_path)
+    data, target = write_conversations(tmp_path / "rows.jsonl", 24), tmp_path / "kept" / "local-target"
+    make_tiny_target(target)
+    recipe = small_recipe(target, data, tmp_path / "run", "training.max_steps=1")
+    head = train(recipe).last_checkpoint
+    export_checkpoint(load_draft(head), None, tmp_path / "run" / "export")
+    export_checkpoint(load_draft(head), None, tmp_path / "elsewhere")
+    quick = ["--prompts", str(folders / "question.jsonl"), "--max_new_tokens", "8", "--speedup_prompts", "0"]
+    for place in (tmp_path / "run", head, tmp_path / "run" / "export"):
+        assert run_command("ar_validate", ["--model_path", str(place), *quick]) == 0, place
+    assert json.loads((tmp_path / "acceptance.json").read_text())["target"].endswith("local-target")
+    words = "is what {} records of its target: if that is a folder of this machine, give it as --base_model FOLDER"
+    for name in ("ar_validate", "diagnose"):
+        assert run_command(name, ["--model_path", str(tmp_path / "elsewhere")]) == 2
+        assert words.format(tmp_path / "elsewhere") in capsys.readouterr().err
+    target.rename(tmp_path / "moved")
+    assert run_command("ar_validate", ["--model_path", str(head), *quick]) == 2
+    assert words.format(head) in capsys.readouterr().err
+    assert run_command("ar_validate", ["--model_path", str(head), "--base_model", str(target), *quick]) == 2
+    assert "records of its target" not in capsys.readouterr().err  # it is the caller's own word
+
+
+def test_numbers_are_written_before_a_sweep_begins(folders, tmp_path, monkeypatch):
+    def broken(*given, **named):
+        raise DecodingError("the sweep stops")
+
+    monkeypatch.setattr("modelopt_eagle.validation.sweep.sweep", broken)
+    out = tmp_path / "kept.json"
+    given = command(folders, "--speedup_prompts", "0", "--num_samples", "1", "--sweep", "--output", str(out))
+    assert run_command("ar_validate", given) == 2
+    assert json.loads(out.read_text())["prompts"] == 1
+
+
+def test_template_arguments_may_be_taken_back(folders, tmp_path):
+    """``{}`` is none, not the head's own."""
+    head = load_draft(folders / "head")
+    head.config.extra["template_arguments"] = {"enable_thinking": False}
+    export_checkpoint(head, None, tmp_path / "head")
+    for given, found in (([], {"enable_thinking": False}), (["--template_arguments", "{}"], {})):
+        paths = ["--model_path", str(tmp_path / "head"), "--base_model", str(folders / "target")]
+        target, _ = ar_validate.load_pair(ar_validate.build_parser().parse_args([*paths, *given]))
+        assert chat_settings(target.tokenizer).arguments == found
