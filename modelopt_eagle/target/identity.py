@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from modelopt_eagle.common.files import read_json
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.chat import chat_settings
+from modelopt_eagle.target.hashes import file_hashes
 
 MARKER_FILE = "modelopt_eagle_target.json"  # in converted folders: {"model": name, "revision": of the GGUF file}
 _CONVERT_AGAIN = "remove its folder, the target is converted again"
@@ -28,7 +30,7 @@ class TargetIdentity(Mapping[str, Any]):
 
     Attributes:
         model: name, or that of the local folder.
-        revision: commit on the hub, or a fingerprint of the content.
+        revision: commit on the hub, or a fingerprint of the content; compared by :func:`same_revision`.
         tokenizer_hash, template_hash: of :func:`tokenizer_hash` and :func:`template_hash`.
         hidden_size, num_layers, vocab_size: Ht, number of decoder layers, V.
     """
@@ -86,8 +88,38 @@ def template_hash(tokenizer) -> str:
     return _digest((tokenizer.get_chat_template() + given).encode())
 
 
+def same_revision(one: str | None, other: str | None) -> bool:
+    """Whether two recorded revisions are of the same weights.
+
+    A fingerprint is ``<of samples>-<of every byte>``. Stores and checkpoints of before 2026-12 have the first half
+    alone, and are compared by that.
+
+    Args:
+        one, other: commits on the hub, fingerprints, or None.
+    """
+    if one is None or other is None:
+        return one == other
+    if "-" in one and "-" in other:
+        return one == other
+    return one.partition("-")[0] == other.partition("-")[0]
+
+
+def other_revision(one: str | None, other: str | None) -> bool:
+    """Whether two recorded revisions are known to differ; a commit and a fingerprint may be of the same files."""
+    return bool(one and other) and _is_commit(one) == _is_commit(other) and not same_revision(one, other)
+
+
+def _is_commit(revision: str) -> bool:
+    return len(revision) == 40
+
+
 def file_fingerprint(path: Path) -> str:
-    """Cheap hash of a large file: its size, its first block and 16 blocks spread over it."""
+    """Hash of a large file: of samples of its content, and of the whole."""
+    return f"{_sampled(path)}-{file_hashes([path])[0][:16]}"
+
+
+def _sampled(path: Path) -> str:
+    """Hash of a file's size, its first block and 16 blocks spread over it."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as stream:
@@ -98,7 +130,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Hash of a local model: ``config.json`` and, of each weight file, its size, its header and samples of its data.
+    """Hash of a local model: of ``config.json`` and its weight files, of samples of them and of every byte.
 
     A converted folder gives the fingerprint of the file it came from, which no version of transformers changes.
     """
@@ -106,18 +138,22 @@ def folder_fingerprint(folder: Path) -> str:
     if marker.is_file():
         return read_json(marker, TargetError, _CONVERT_AGAIN)["revision"]
     files = [folder / "config.json", *sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])]
-    parts = [[path.name, file_fingerprint(path)] for path in files if path.is_file()]
-    return _digest(json.dumps(parts).encode())
+    files = [path for path in files if path.is_file()]
+    samples = [[path.name, _sampled(path)] for path in files]
+    whole = [[path.name, found] for path, found in zip(files, file_hashes(files), strict=True)]
+    return "-".join(_digest(json.dumps(parts).encode()) for parts in (samples, whole))
 
 
 def memory_fingerprint(config, weights: Iterable[Tensor]) -> str:
-    """Hash of a model that came from no folder: its config and samples of each of its weights."""
-    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    """Hash of a model that came from no folder: of its config and weights, of samples of them and of every value."""
+    samples = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    whole = samples.copy()
     for weight in weights:
         if not weight.is_meta:  # offloaded
-            flat = weight.detach().reshape(-1)
-            digest.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+            flat = weight.detach().reshape(-1)  # [n]
+            samples.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
+            whole.update(flat.cpu().contiguous().view(torch.uint8).numpy())
+    return f"{samples.hexdigest()[:16]}-{whole.hexdigest()[:16]}"
 
 
 def local_name(folder: Path) -> str:

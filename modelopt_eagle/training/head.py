@@ -58,8 +58,13 @@ def head_config(recipe: Recipe, tables: TableTarget, size: int | None, aux_layer
         vocab_size=identity.vocab_size,
         target_name=identity.model,
         tokenizer_hash=identity.tokenizer_hash,
-        extra={"template_hash": identity.template_hash},
+        extra=_recorded(identity),
     )
+
+
+def _recorded(identity: TargetIdentity) -> dict[str, str]:
+    """What a head keeps of the target it was trained for, beside its name, sizes and tokenizer."""
+    return {"template_hash": identity.template_hash, "target_revision": identity.revision}
 
 
 def check_head(recipe: Recipe, tables: TableTarget, aux_layer_ids) -> DraftConfig:
@@ -138,7 +143,7 @@ def continued_head(
     config = module.config  # what other tools' heads do not record, and this run's template
     config.target_name = config.target_name or identity.model
     config.tokenizer_hash = config.tokenizer_hash or identity.tokenizer_hash
-    config.extra = {**config.extra, "template_hash": identity.template_hash}
+    config.extra = {**config.extra, **_recorded(identity)}
     config.extra.pop("target_adapter", None)  # this run's target has none, or a new one
     return module
 

@@ -11,6 +11,7 @@ from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.features.store import dataset_hash
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import load_target_tables
+from modelopt_eagle.target.identity import same_revision
 from modelopt_eagle.training.data import split_rows
 from modelopt_eagle.training.given import Given
 
@@ -26,13 +27,21 @@ def check_provenance(folder: Path, before: dict, now: dict) -> None:
     Raises:
         CheckpointError: a value differs; each is listed.
     """
-    changed = [key for key in now if key in before and before[key] != now[key] and key != "files"]
+    changed = [key for key in now if key in before and key != "files" and not _same(before[key], now[key])]
     if changed:
         lines = "\n".join(f"  {key}: {before.get(key)} before, {now[key]} now" for key in changed)
         raise CheckpointError(
             f"{folder} was trained on other features:\n{lines}\nname another training.output_dir, or bring "
             "the data and the target back as they were"
         )
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether two values of a provenance are alike; fingerprints of weights are compared as far as both reach."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return before == now
+    alike = same_revision(before.get("revision"), now.get("revision"))
+    return alike and {**before, "revision": None} == {**now, "revision": None}
 
 
 def check_given(recipe: Recipe, given: Given, state: dict, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from modelopt_eagle.features.source import PlannedSource, rows_of
 from modelopt_eagle.features.stream.plausible import FIRST_ROWS, Plausibility
 from modelopt_eagle.features.stream.pool import ServerPool
 from modelopt_eagle.features.stream.workers import Workers
+from modelopt_eagle.target.identity import same_revision
 
 _LOOK = 0.1
 """Seconds between looks at whether a call was broken off."""
@@ -85,7 +86,7 @@ class StreamedSource(PlannedSource):
             wanted = getattr(self.contract, name)
             found = identity.get(name)
             found = tuple(found) if isinstance(found, list) else found
-            if found != wanted:
+            if not (same_revision(found, wanted) if name == "revision" else found == wanted):
                 wrong.append(f"{name}: the server has {found!r}, this run has {wanted!r}")
         if wrong:
             raise StreamError(
