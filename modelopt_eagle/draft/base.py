@@ -37,7 +37,7 @@ class DraftModule(nn.Module):
         self.config = config
         self.register_buffer("d2t", torch.full((config.draft_vocab_size,), UNSET, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        if vocab is None and config.draft_vocab_size == config.vocab_size:
+        if vocab is None and config.draft_vocab_size == config.vocab_size and not self.d2t.is_meta:
             vocab = DraftVocab.identity(config.vocab_size)
         if vocab is not None:
             self.set_vocab(vocab)

@@ -13,6 +13,11 @@ from modelopt_eagle.errors import CheckpointError, TargetError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MOST_LAYERS = 1024
+"""Layers beyond any head's: a config that names more is damaged, and building them would fill the memory."""
+LARGEST_SIZE = 2**24
+"""A width and a vocabulary beyond any target's; maps and rotary tables are as long as they."""
+
 
 @dataclass
 class DraftConfig:
@@ -94,8 +99,9 @@ class DraftConfig:
             raise CheckpointError(f"decoder_type is {self.decoder_type!r}; known are {', '.join(DECODERS)}")
         for name in ("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads",
                      "num_key_value_heads", "head_dim", "num_hidden_layers", "vocab_size"):  # fmt: skip
-            if int(getattr(self, name)) < 1:
-                raise CheckpointError(f"{name} must be at least 1, found {getattr(self, name)}")
+            most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+            if not 1 <= int(getattr(self, name)) <= most:
+                raise CheckpointError(f"{name} must be between 1 and {most}, found {getattr(self, name)}")
         if self.draft_vocab_size > self.vocab_size:
             raise CheckpointError(
                 f"the draft vocabulary ({self.draft_vocab_size}) is larger than the target's ({self.vocab_size}): "

@@ -86,7 +86,8 @@ class Rotary(nn.Module):
 
     def __init__(self, config: DraftConfig):
         super().__init__()
-        self.frequencies, self.factor = inverse_frequencies(config)
+        with torch.device("cpu"):  # a head on the meta device, of which shapes alone are asked for, has them too
+            self.frequencies, self.factor = inverse_frequencies(config)
         self._cos = self._sin = torch.empty(0, config.rotary_dim // 2)
 
     @property

@@ -129,9 +129,9 @@ def head_module(
     Raises:
         CheckpointError: tensors that are not those of the config, a broken map, numbers that are not finite.
     """
+    check_names(tensors, config, where)  # before anything as large as the config says is made
     vocab = vocab_of(tensors, config.draft_vocab_size, config.vocab_size, where, convention)
     module = bare_head(algorithm_of(config).module, config, vocab)
-    check_names(tensors, config, module, where)
     state = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     if dtype is not None:
         state = {name: tensor.to(dtype) for name, tensor in state.items()}

@@ -19,7 +19,6 @@ from modelopt_eagle.common.pickles import load_tensors
 from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.draft import DraftConfig, DraftVocab
 from modelopt_eagle.draft.algorithm import algorithm_of
-from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.build import bare_head
 from modelopt_eagle.errors import CheckpointError, EagleError
 
@@ -181,13 +180,13 @@ def module_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[
     return renamed, left_out
 
 
-def check_names(tensors: dict[str, Tensor], config: DraftConfig, module: DraftModule, where: str) -> None:
+def check_names(tensors: dict[str, Tensor], config: DraftConfig, where: str) -> None:
     """Compare a file's tensors (module names, maps apart) with what the config asks for, by full name and shape.
 
     Raises:
         CheckpointError: names missing or unexpected, or shapes that differ, all listed.
     """
-    expected = {n: tuple(t.shape) for n, t in module.state_dict().items() if n not in ("d2t", "t2d")}
+    expected = module_shapes(config)
     found = {n: tuple(t.shape) for n, t in tensors.items() if n not in ("d2t", "t2d")}
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     problems += [f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected]
@@ -206,7 +205,8 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, module: DraftMo
 
 def module_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's tensors, the map apart."""
-    state = bare_head(algorithm_of(config).module, config).state_dict()
+    with torch.device("meta"):  # sizes that no memory holds cost nothing
+        state = bare_head(algorithm_of(config).module, config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in ("d2t", "t2d")}
 
 

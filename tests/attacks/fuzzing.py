@@ -1,7 +1,11 @@
 """Spoilt inputs: whole ones of each kind, with bytes turned, cut, doubled and swapped, and JSON values replaced."""
 
+import contextlib
 import copy
 import json
+import resource
+import signal
+from pathlib import Path
 
 ODD_VALUES = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 0.5, 1e308, "", "x", "\ud800", "../x", "/etc/passwd",
@@ -68,3 +72,22 @@ def spoil(content, draw):
     except ValueError:
         pass
     return spoil_bytes(content, draw)
+
+
+@contextlib.contextmanager
+def bounded(seconds, more_bytes):
+    """A body that runs for longer, or takes more memory on top of what is there, gets a Time- or MemoryError."""
+
+    def stop(*_):
+        raise TimeoutError(f"not done after {seconds} s")
+
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + more_bytes, limits[1]))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, limits)

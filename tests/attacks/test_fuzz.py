@@ -28,7 +28,7 @@ from modelopt_eagle.features.stream.mailbox import Mailbox
 from modelopt_eagle.features.stream.message import FeatureMessage, decode, encode, parse_header
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training.checkpoint import CheckpointFolder
-from tests.attacks.fuzzing import spoil
+from tests.attacks.fuzzing import bounded, spoil
 from tests.attacks.test_5_links import head, save  # noqa: F401
 from tests.attacks.wire import ask, send_bytes, send_frames, serving
 from tests.features.rows import fill
@@ -48,12 +48,16 @@ READERS = (
 
 
 def try_for(seconds, seed, one):
-    """Call ``one(draw)`` again and again; says which seed brought an error that is not the project's."""
+    """Call ``one(draw)`` again and again; says which seed brought an error that is not the project's.
+
+    An input is a few kilobytes, so a minute or 4 GiB of memory are errors, too.
+    """
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until or number < 20:
         draw = random.Random(f"{seed}/{number}")
         try:
-            one(draw)
+            with bounded(60, 4 << 30):
+                one(draw)
         except EagleError:
             pass
         except BaseException:

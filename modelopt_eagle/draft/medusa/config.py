@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from modelopt_eagle.draft.config import DraftConfig
+from modelopt_eagle.draft.config import MOST_LAYERS, DraftConfig
 from modelopt_eagle.errors import CheckpointError
 
 
@@ -32,6 +32,10 @@ class MedusaConfig(DraftConfig):
             )
         if min(self.heads, self.blocks) < 1:
             raise CheckpointError(f"Medusa needs a head and a block at least, found {self.heads} and {self.blocks}")
+        if self.heads * self.blocks > MOST_LAYERS:
+            raise CheckpointError(
+                f"{self.heads} Medusa heads of {self.blocks} blocks: at most {MOST_LAYERS} blocks are read"
+            )
         if self.num_aux != 1:
             raise CheckpointError(f"Medusa reads the last layer alone, found layers {list(self.aux_layer_ids)}")
 
