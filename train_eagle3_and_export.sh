@@ -28,4 +28,4 @@ esac
 
 PYTHON="$(bash "$ROOT/scripts/setup_env.sh" ${SETUP[@]+"${SETUP[@]}"})"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m modelopt_eagle.cli.main train-and-export ${REST[@]+"${REST[@]}"}
+exec "$PYTHON" -m modelopt_eagle train-and-export ${REST[@]+"${REST[@]}"}

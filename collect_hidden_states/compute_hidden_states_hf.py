@@ -1,4 +1,4 @@
-from modelopt_eagle.cli.main import run_script
+from modelopt_eagle.__main__ import run_script
 
 if __name__ == "__main__":
     run_script("dump")

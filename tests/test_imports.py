@@ -27,6 +27,7 @@ STOREYS = (
     ("report",),
     ("pipeline",),
     ("cli",),
+    ("__main__",),
 )
 """A room imports from itself and from the storeys below its own, never from a neighbour on its storey."""
 

@@ -2,8 +2,8 @@
 
 A sub-command is a file ``cli/my_command.py`` with a docstring, whose first line is its help, and a function
 ``main(argv: list[str] | None = None) -> int | None`` that returns the exit code. ``scripts/*.py`` are three
-lines: ``run_script("my_command")``, imported from here, under ``if __name__ == "__main__"``, since processes that a
-command starts may import its script again.
+lines: ``run_script("my_command")``, imported from :mod:`modelopt_eagle.__main__`, under ``if __name__ ==
+"__main__"``, since processes that a command starts may import its script again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from modelopt_eagle.common.console import shown
+from modelopt_eagle.common.interrupts import INTERRUPTED, interruptible
 from modelopt_eagle.common.output import finish_output, guard_output
 from modelopt_eagle.common.text import visible
 from modelopt_eagle.errors import EagleError
@@ -26,7 +26,6 @@ from modelopt_eagle.errors import EagleError
 BAD_INPUT = 2
 OUTPUT_LOST = 74
 """Exit code of a command that did its work and could not print all of what it had to say (a full disk)."""
-INTERRUPTED = 130
 GRACE_SECONDS = 5.0
 """How long a process other than the first waits to be ended before it prints its own error."""
 
@@ -74,7 +73,7 @@ def _guarded(action: Callable[[], int | None]) -> int:
     guard_output()
     try:
         with shown():
-            code = action() or 0
+            code = interruptible(action) or 0
     except EagleError as error:
         say_once(f"error: {visible(str(error), lines=True)}")
         code = BAD_INPUT
@@ -101,11 +100,6 @@ def say_once(line: str) -> None:
         time.sleep(GRACE_SECONDS)
         line = f"process {rank}: {line}"
     print(line, file=sys.stderr)
-
-
-def run_script(module_name: str) -> NoReturn:
-    """Run a command as a script and leave with its exit code."""
-    sys.exit(run_command(module_name))
 
 
 def available_commands() -> dict[str, str]:

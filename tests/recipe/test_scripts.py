@@ -19,7 +19,7 @@ here="$(dirname "$0")"
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; echo venv >> "{log}"; exit 0 ;;
     "-m pip") echo "$*" >> "{log}"; [ -e "{fail}" ] && [[ "$*" == *"$(cat "{fail}")"* ]] && exit 1; exit 0 ;;
-    "-m modelopt_eagle.cli.main" | "-m pytest") printf '<%s>' "$@"; echo; exit 0 ;;
+    "-m modelopt_eagle" | "-m pytest") printf '<%s>' "$@"; echo; exit 0 ;;
     *check_env.py*) exit 0 ;;
     "-c import torch, transformers") exit 0 ;;
     "-m ruff" | "-m mypy") echo "$*" >> "{log}"; exit 0 ;;
@@ -133,14 +133,14 @@ def test_wrong_options_are_named(copy, wrong):
 
 def test_arguments_reach_training_as_typed(copy, tmp_path):
     words = ["--base_model", "a b", "training.epochs=2", "data.role_aliases={x: user}"]
-    expected = "<-m><modelopt_eagle.cli.main><train-and-export>" + "".join(f"<{word}>" for word in words) + "\n"
+    expected = "<-m><modelopt_eagle><train-and-export>" + "".join(f"<{word}>" for word in words) + "\n"
     for env in (["--python-env", "current"], ["--python-env=current"], []):
         code, out, err = run(copy, copy / "train_eagle3_and_export.sh", *words[:2], *env, *words[2:], cwd=tmp_path)
         assert (code, out) == (0, expected), err
 
 
 def test_training_without_arguments(copy):
-    assert run(copy, "train_eagle3_and_export.sh")[1] == "<-m><modelopt_eagle.cli.main><train-and-export>\n"
+    assert run(copy, "train_eagle3_and_export.sh")[1] == "<-m><modelopt_eagle><train-and-export>\n"
 
 
 def test_arguments_reach_pytest(copy):
