@@ -246,7 +246,8 @@ class _ZstdFrames(io.RawIOBase):
     def __init__(self, path: Path):
         self._zstd = require_extra("zstandard", "data").ZstdDecompressor()
         self._file = open(path, "rb")  # noqa: SIM115 - close() closes it
-        self._frame, self._unpacked = None, memoryview(b"")
+        self._frame: Any = None
+        self._unpacked = memoryview(b"")
 
     def readable(self) -> bool:
         return True

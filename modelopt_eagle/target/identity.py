@@ -106,7 +106,9 @@ def same_revision(one: str | None, other: str | None) -> bool:
 
 def other_revision(one: str | None, other: str | None) -> bool:
     """Whether two recorded revisions are known to differ; a commit and a fingerprint may be of the same files."""
-    return bool(one and other) and _is_commit(one) == _is_commit(other) and not same_revision(one, other)
+    if not one or not other:
+        return False
+    return _is_commit(one) == _is_commit(other) and not same_revision(one, other)
 
 
 def _is_commit(revision: str) -> bool:
@@ -152,7 +154,7 @@ def memory_fingerprint(config, weights: Iterable[Tensor]) -> str:
         if not weight.is_meta:  # offloaded
             flat = weight.detach().reshape(-1)  # [n]
             samples.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
-            whole.update(flat.cpu().contiguous().view(torch.uint8).numpy())
+            whole.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return f"{samples.hexdigest()[:16]}-{whole.hexdigest()[:16]}"
 
 
