@@ -104,10 +104,17 @@ def export_stamp(recipe: Recipe) -> Path:
 
 def may_replace(recipe: Recipe) -> bool:
     """Whether the export folder may be replaced: the recipe says so, or an earlier start of this run made it."""
-    stamp = export_stamp(recipe)
-    if recipe.export.overwrite or not stamp.is_file():
-        return recipe.export.overwrite
-    return json.loads(stamp.read_text(encoding="utf-8"))["path"] == str(recipe.export_path.resolve())
+    claimed = read_stamp(export_stamp(recipe)).get("path")
+    return recipe.export.overwrite or claimed == str(recipe.export_path.resolve())
+
+
+def read_stamp(file: Path) -> dict[str, Any]:
+    """What a stage noted of its work; empty where it did not, or where the note is damaged: the work is done anew."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def check_export_path(recipe: Recipe) -> None:
@@ -180,9 +187,9 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
     section, file = recipe.validation, result.output_dir / "report" / "acceptance.json"
     stamp = file.with_name("measured.json")
     mark = measurement_mark(recipe, result.best_checkpoint) | {"target": target_revision(recipe, target)}
-    if file.is_file() and stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == mark:
+    if read_stamp(stamp) == mark and (found := read_stamp(file)):
         say(f"{file}: measured already")
-        return json.loads(file.read_text(encoding="utf-8"))
+        return found
     source = section.dataset or ("quickstart" if section.prompts == "shipped" else section.prompts)
     prompts = load_prompts(source, section.num_samples, images=True)
     if target is None:
@@ -297,7 +304,7 @@ def export(
         "acceptance": measured,
         "export": section.model_dump(mode="json", exclude={"overwrite"}),
     }
-    if stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == mark and (path / "config.json").is_file():
+    if read_stamp(stamp) == mark and (path / "config.json").is_file():
         say(f"{path}: exported already")
         return
     check_export_path(recipe)

@@ -14,10 +14,15 @@ from modelopt_eagle.common.machine import environment
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.recipe import Recipe, load_recipe
 from modelopt_eagle.training.checkpoint import RECIPE, STATE, CheckpointFolder
-from modelopt_eagle.validation.report import AcceptanceReport
+from modelopt_eagle.validation.report import JSON_FIELDS, AcceptanceReport
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Where the bins of the context length begin."""
+
+STATE_KEYS = ("step", "elapsed", "finished", "history", "evaluations")
+DATA_KEYS = ("read", "dropped", "notes", "fanned_out", "rows", "max_length", "truncated", "tokens", "supervised")
+PROMPT_KEYS, TURN_KEYS = ("id", "category", "turns"), ("question", "context", "pieces", "accepted")
+"""What the page reads of ``trainer_state.json``, ``data.json``, a line of ``dialogues.jsonl`` and a turn in it."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,8 @@ def read_run(folder: str | Path) -> RunFacts:
     folder = Path(folder)
     report, checkpoints = folder / "report", CheckpointFolder(folder)
     steps = checkpoints.steps() if folder.is_dir() else []
-    state = read_object(checkpoints.path(steps[-1]) / STATE) if steps else None
-    acceptance = read_object(report / "acceptance.json")
+    state = read_object(checkpoints.path(steps[-1]) / STATE, STATE_KEYS) if steps else None
+    acceptance = read_object(report / "acceptance.json", JSON_FIELDS)
     if state is None and acceptance is None:
         raise CheckpointError(
             f"{folder} holds no run: expected checkpoint-*/{STATE} or report/acceptance.json, as train-and-export "
@@ -112,7 +117,7 @@ def read_run(folder: str | Path) -> RunFacts:
         state=state,
         acceptance=acceptance,
         dialogues=read_lines(report / "dialogues.jsonl"),
-        data=read_object(folder / "data.json"),
+        data=read_object(folder / "data.json", DATA_KEYS),
         environment=read_object(folder / "environment.json"),
         recipe=recipe,
         changes=changes,
@@ -130,31 +135,47 @@ def facts_of(report: AcceptanceReport, name: str) -> RunFacts:
     )
 
 
-def read_object(file: Path) -> dict[str, Any] | None:
+def read_object(file: Path, keys: Sequence[str] = ()) -> dict[str, Any] | None:
     """The JSON object in a file, ``None`` if there is no file.
+
+    Raises:
+        CheckpointError: it holds something else, or one of ``keys`` has no value in it.
+    """
+    if not file.is_file():
+        return None
+    try:
+        return with_keys(json.loads(file.read_text(encoding="utf-8")), keys)
+    except ValueError as error:  # also of bytes that are no UTF-8
+        raise CheckpointError(f"{file} is damaged ({error}): remove it, and run the command that wrote it") from error
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of ``dialogues.jsonl``, none if there is no file.
 
     Raises:
         CheckpointError: it holds something else.
     """
     if not file.is_file():
-        return None
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # also of bytes that are no UTF-8
-        raise CheckpointError(f"{file} is damaged ({error}): remove it, and run the command that wrote it") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}: remove it")
-    return value
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects in the lines of a file, none if there is no file."""
-    if not file.is_file():
         return []
+    rows = []
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            if line.strip():
+                rows.append(with_keys(json.loads(line), PROMPT_KEYS))
+                for turn in rows[-1]["turns"]:
+                    with_keys(turn, TURN_KEYS)
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged ({error}): remove it, and measure again") from error
+    return rows
+
+
+def with_keys(value: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """A value out of JSON as the object that it is; :class:`ValueError` if it is none or lacks one of ``keys``."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
+    if missing := [key for key in keys if key not in value]:
+        raise ValueError(f"it holds no {', '.join(missing)}")
+    return value
 
 
 def read_recipe(file: Path) -> tuple[Recipe | None, list[RecipeValue]]:

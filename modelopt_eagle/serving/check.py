@@ -83,7 +83,9 @@ def run_engine(python: Path, engine: str, job: dict[str, Any], timeout: float = 
                 check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise ExportError(f"{engine} did not finish in {timeout:.0f} s") from error
+            raise ExportError(
+                f"{engine} did not finish in {timeout:.0f} s: ask for less with --num_samples or --max_new_tokens"
+            ) from error
         if done.returncode or not paths[1].is_file():
             lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
             if any(line == f"ModuleNotFoundError: No module named '{ENGINES[engine].runner.module}'" for line in lines):
@@ -247,7 +249,8 @@ class ServingCheck:
 
         It passes when the engine's text with the head is the target's own (ties apart), its acceptance at every
         position is within ``tolerance`` of ours on the same prompts, and all but that share of the tokens that it
-        drafted are those that the head drafts here from the same text.
+        drafted are those that the head drafts here from the same text. An engine that shows none of them one by one is
+        judged by the rest, and the table says so.
 
         Args:
             export_path: the exported folder, which the engine loads.
@@ -258,9 +261,11 @@ class ServingCheck:
             the comparison, and whether it passes.
 
         Raises:
-            ExportError: the engine fails to start or to load the head.
+            ExportError: the engine fails to start or to load the head; a tolerance that is no share.
             CheckpointError: no head is there, or it is one for another target.
         """
+        if not 0 <= tolerance < 1:  # also of nan, within which everything would be
+            raise ExportError(f"expected a tolerance of at least 0 and below 1, found {tolerance}")
         identity = self.target.identity()
         head = load_draft(
             checkpoint or export_path,

@@ -96,6 +96,10 @@ class ServingReport:
         )
         if self.proposals:
             lines.append(f"{self.proposals_equal} of {self.proposals} drafted tokens of the engine are the head's own")
+        elif self.drafts:
+            lines.append(
+                "note: this engine's drafted tokens were not seen one by one; acceptance and texts alone were judged"
+            )
         if self.left_out:
             lines.append(f"note: {left_out_line(self.left_out)}")
         first = self.our_per_position[0]

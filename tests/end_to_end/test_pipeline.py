@@ -11,6 +11,7 @@ import torch
 from modelopt_eagle.cli import train_and_export
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.export import load_draft
+from modelopt_eagle.pipeline import read_stamp
 from modelopt_eagle.training.trainer import Trainer
 from tests.training.runs import interrupt_at, write_conversations
 
@@ -66,6 +67,16 @@ def test_train_interrupt_resume_validate_export(tiny_target_dir, tiny_target, da
     for again in (command, [*command, "--dry_run"]):
         assert train_and_export.main(again) == 0
         assert f"{measured['acceptance_length']:.3f}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", '{"path": ', "[]", '"a"', "\xff\x00"])
+def test_a_damaged_note_of_a_stage_is_no_note(text, tmp_path):
+    file = tmp_path / "measured.json"
+    assert read_stamp(file) == {}
+    file.write_text(text, encoding="latin-1")
+    assert read_stamp(file) == {}
+    file.write_text('{"path": "a"}')
+    assert read_stamp(file) == {"path": "a"}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator
 from modelopt_eagle.errors import CheckpointError, ExportError
-from modelopt_eagle.export import export_checkpoint
+from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.serving.check import (
     RUNNERS,
     ServingCheck,
@@ -23,7 +24,9 @@ from modelopt_eagle.serving.check import (
     per_position,
     run_engine,
 )
+from modelopt_eagle.serving.proposals import ProposalCount, compare_proposals
 from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.training import rollout
 from tests.export.conftest import build_head
 
 STAND_IN = """#!{python}
@@ -301,3 +304,46 @@ def test_prompts_are_rendered_by_a_template_that_is_given(served, tmp_path):
     own = ServingCheck(str(root / "target"), max_new_tokens=12, **options)
     given = ServingCheck(str(root / "target"), max_new_tokens=12, chat_template=tmp_path / "plain.jinja", **options)
     assert given.target.tokenizer.decode(given.prompts[0]) == "Say 0." and len(own.prompts[0]) > len(given.prompts[0])
+
+
+def first_tokens(target, head, ids):
+    """``[S]``: what the head drafts first when all tokens up to i+1 are known, by the rollout of training."""
+    ids = torch.tensor([ids])
+    aux = target.features(ids, None, head.config.aux_layer_ids).aux_hidden
+    logits = rollout(head, target.embedding(ids), aux, steps=1).logits(0)[0]  # [S,Vd]
+    return head.vocab.to_target(logits.argmax(-1)).tolist()
+
+
+@torch.inference_mode()
+def test_drafted_tokens_are_held_against_the_heads_own_one_by_one(served):
+    root, _ = served
+    target, head = make_tiny_target(root / "again"), load_draft(root / "export")
+    texts = [[5, 9, 17, 33, 65, 7, 70, 12], [80, 81, 82, 83, 84, 85]]
+    drafts = [
+        [place, known, [first_tokens(target, head, text)[known - 2]]]
+        for place, text in enumerate(texts)
+        for known in range(2, len(text) + 1)
+    ]
+    assert len({tokens[0] for *_, tokens in drafts}) > 2
+    assert compare_proposals(target, head, texts, drafts, 1) == ProposalCount(12, 12)
+    drafts[3][2][0] += 1
+    assert compare_proposals(target, head, texts, drafts, 1) == ProposalCount(12, 11)
+    longer = [[place, known, [*tokens, 0, 0, 0]] for place, known, tokens in drafts[:3]]
+    found = compare_proposals(target, head, texts, longer, 1)  # an engine that drafts more than it was told
+    assert (found.compared, found.equal) == (12, 3)
+
+
+def test_other_drafted_tokens_fail_and_unseen_ones_are_said(served):
+    root, answers = served
+    unseen = run(root, answers)
+    assert unseen.passed and "drafted tokens were not seen one by one" in unseen.table()
+    report = run(root, changed(answers, proposals=[[0, 8, [1, 2, 3]], [1, 8, [1, 2, 3]]]))
+    assert report.proposals == 6 and not report.passed and "6 drafted tokens are not the head's" in report.failures[-1]
+    assert "not seen one by one" not in report.table()
+
+
+@pytest.mark.parametrize("tolerance", [float("nan"), -0.1, 1.0])
+def test_a_tolerance_that_would_pass_everything_is_refused(served, tolerance):
+    root, answers = served
+    with pytest.raises(ExportError, match="tolerance of at least 0 and below 1"):
+        run(root, answers, tolerance=tolerance)

@@ -207,6 +207,25 @@ def test_what_is_no_run_or_damaged_is_refused(tmp_path, capsys):
         read_run(folder)
 
 
+@pytest.mark.parametrize(
+    "name, lost",
+    [
+        ("report/acceptance.json", "ci95"),
+        ("data.json", "dropped"),
+        ("checkpoint-40/trainer_state.json", "history"),
+        ("report/dialogues.jsonl", "category"),
+        ("report/dialogues.jsonl", "pieces"),
+    ],
+)
+def test_a_file_that_lost_a_value_is_named_with_the_value(name, lost, tmp_path):
+    folder = make_run(tmp_path / "run")
+    text = (folder / name).read_text()
+    assert f'"{lost}"' in text and read_run(folder).acceptance
+    (folder / name).write_text(text.replace(f'"{lost}"', '"other"'))
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged \(it holds no {lost}\): remove it, and"):
+        read_run(folder)
+
+
 def test_a_recipe_of_another_release_is_left_out(tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "recipe.yaml").write_text("training:\n  epochz: 3\n")
