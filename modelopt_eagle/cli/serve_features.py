@@ -117,7 +117,7 @@ _NEEDED = ("vllm", "torch", "transformers", "safetensors", "yaml", "pydantic", "
 
 
 def _serve_vllm(args, token: str | None) -> int:
-    from modelopt_eagle.serving.check import engine_environment
+    from modelopt_eagle.serving.engine_server import engine_environment
     from modelopt_eagle.target.hashes import cache_folder
 
     command = vllm_command(args)

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from modelopt_eagle.data import Prompt
 
 
-KEY_VARIABLE = "MODELOPT_EAGLE_SERVER_KEY"
-"""Environment variable of the token that a server asks for; a command line is no place for it."""
-
-
 def build_parser() -> CommandParser:
     """The command line."""
     from modelopt_eagle.cli._options import json_object
@@ -130,7 +126,7 @@ def _by_servers(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
     """Answer by servers; 0, or 1 where a prompt was answered by none."""
     from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.errors import DataError
-    from modelopt_eagle.validation.server_answers import Account, ChatServers, synthesize_by_servers
+    from modelopt_eagle.validation.server_answers import KEY_VARIABLE, Account, ChatServers, synthesize_by_servers
     from modelopt_eagle.validation.synthesis import SynthesisSettings
 
     for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 1)):

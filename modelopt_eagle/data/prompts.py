@@ -1,10 +1,11 @@
 """Prompts to be answered: the questions of a validation run, or what answers are synthesised for.
 
-Three row formats, detected per row:
+Row formats, detected per row:
 
 * ``{"id", "category", "turns": [str, ...]}``: ours, and MT-Bench's ``question.jsonl`` (``question_id``, not ``id``);
 * ``{"prompt": str or [str, ...]}``, the same under another name, of rows without messages;
-* ``{"messages": [...]}`` or ``{"conversations": [...]}``: the user turns are taken, the assistant turns are left out.
+* ``{"messages": [...]}`` or ``{"conversations": [...]}``: the user turns are taken, the assistant turns are left out;
+* ``{"task_id", "prompt"}``: HumanEval's, the prompt as it stands; ``{"question", "answer"}``: GSM8K's.
 
 ``system``, ``tools`` and ``chat_template_kwargs`` beside them are read as in conversations, and so are images where
 they can be used (``docs/data.md``).
@@ -81,7 +82,7 @@ def load_prompts(
         the prompts, in the order of the files.
 
     Raises:
-        DataError: missing, empty or broken file (with line), a row in none of the three formats, an id used twice,
+        DataError: missing, empty or broken file (with line), a row in none of the formats, an id used twice,
             or an image that is missing or not wanted.
     """
     prompts = [prompt_of(row, index, images) for index, row in enumerate(read_rows(source, _NAMES))]
@@ -119,13 +120,17 @@ def prompt_of(row: SourceRow, index: int, images: bool = False) -> Prompt:
     """
     value = row.value
     identifier = row_id(row, index)
+    numbered = not any(value.get(key) is not None for key in ID_KEYS)
+    if numbered and value.get("task_id") is not None:
+        identifier, numbered = str(value["task_id"]), False
     category = str(value.get("category") or "all")
     refuse_half_characters(row.place, identifier, category)
-    numbered = not any(value.get(key) is not None for key in ID_KEYS)
     tools, arguments = tools_of(value, row.place), template_arguments_of(row)
     turns = value.get("turns")
     if turns is None and not (value.get("messages") or value.get("conversations")):
         turns = value.get("prompt")  # beside messages it is the first of them alone
+        if turns is None and "answer" in value:
+            turns = value.get("question")
     if isinstance(turns, str):
         turns = [turns]
     if turns is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.load import load_draft
 from modelopt_eagle.export.tensors import read_json
+from modelopt_eagle.serving.engine_server import engine_environment
 from modelopt_eagle.serving.proposals import ProposalCount, compare_proposals
 from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
 
@@ -25,24 +25,6 @@ RUNNERS = {key: Path(__file__).with_name(engine.runner.script) for key, engine i
 """Of the engines that can be run here, the script that runs inside the engine's own environment."""
 TIE = 5e-3
 """Two tokens whose target logits lie closer than this may be chosen either way by two correct implementations."""
-
-
-def engine_environment(python: Path) -> dict[str, str]:
-    """Environment of the engine's process; what the user has set stays.
-
-    Speculative decoding on a CPU is many times slower without Intel's OpenMP, which its package puts beside the
-    interpreter and which must be loaded first.
-    """
-    environment = dict(os.environ)
-    library = python.parent.parent / "lib" / "libiomp5.so"
-    if library.is_file() and "LD_PRELOAD" not in environment:
-        environment["LD_PRELOAD"] = str(library)
-        environment.setdefault("KMP_BLOCKTIME", "1")
-    if "OMP_NUM_THREADS" in environment:
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    environment.pop("PYTHONPATH", None)
-    return environment
 
 
 def find_engine_python(given: str | Path | None, engine: str = "vllm") -> Path:

@@ -7,15 +7,18 @@ token ids is kept.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import itertools
 import json
 import random
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +37,8 @@ from modelopt_eagle.validation.synthesis import (
     prompt_name,
 )
 
+KEY_VARIABLE = "MODELOPT_EAGLE_SERVER_KEY"
+"""Environment variable of the token that a server asks for; a command line is no place for it."""
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
@@ -63,8 +68,7 @@ class ChatServers:
     def __post_init__(self):
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in self.urls]
         for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise DataError(f"--server takes http://HOST:PORT, found {url!r}")
+            check_address(url, "--server")
 
     def model(self) -> str:
         """The name of the model that the first server serves.
@@ -102,28 +106,81 @@ class ChatServers:
                 return self._once(method, url + path, body)
             except Refused:
                 raise
-            except (OSError, StreamError, ValueError) as error:  # refused connections, timeouts, halves of answers
+            except NO_ANSWER as error:
                 said = f"{url}: {error}"
             if attempt < self.retries:
                 time.sleep(min(30.0, self.wait * 2**attempt) * (0.5 + random.random() / 2))
         raise StreamError(f"no answer in {self.retries + 1} tries; the last: {said}")
 
     def _once(self, method: str, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                found = json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            words = error.read(2000).decode("utf-8", "replace")
-            kind = StreamError if error.code in _AGAIN else Refused
-            raise kind(f"HTTP {error.code}: {words}") from error
+        with open_request(method, url, body, timeout=self.timeout, key=self.key) as response:
+            found = json.loads(response.read())
         if not isinstance(found, dict):
             raise StreamError(f"expected a JSON object, found {type(found).__name__}")
         return found
+
+
+NO_ANSWER = (OSError, http.client.HTTPException, StreamError, ValueError)
+"""What asking a server ends in where it does not answer: refused connections, timeouts, halves of answers."""
+
+
+def check_address(url: str, option: str) -> None:
+    """Refuse what is no address of a server.
+
+    Raises:
+        DataError: it is none; ``option`` is where it was given.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise DataError(f"{option} takes http://HOST:PORT, found {url!r}")
+
+
+@contextlib.contextmanager
+def open_request(
+    method: str, url: str, body: dict[str, Any] | None, *, timeout: float, key: str | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    """Ask a server, and hand out its answer to be read.
+
+    Args:
+        timeout: seconds without a byte after which it is given up.
+        key: sent as a bearer token.
+
+    Yields:
+        the response, of which nothing was read yet.
+
+    Raises:
+        Refused: the server says that the request is at fault.
+        StreamError: it says that it cannot answer now.
+        OSError: there is no connection, or it broke.
+    """
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method=method)
+    local = urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # no proxy leads there
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+    try:
+        response = opener.open(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        words = error.read(2000).decode("utf-8", "replace")
+        kind = StreamError if error.code in _AGAIN else Refused
+        raise kind(f"HTTP {error.code}: {words}") from error
+    with response:
+        yield response
+
+
+def request_body(prompt: Prompt, turn: int, messages: Sequence[Message], settings: SynthesisSettings) -> dict[str, Any]:
+    """A chat completion for a turn of a prompt, behind the messages before it; its seed is the prompt's own."""
+    body: dict[str, Any] = {
+        "model": settings.model, "max_tokens": settings.max_new_tokens, "temperature": settings.temperature,
+        "seed": zlib.crc32(f"{settings.seed}/{prompt_name(prompt)}/{turn}".encode()) % 2**31,
+        "messages": [_sent(message) for message in messages],
+    }  # fmt: skip
+    if prompt.tools:
+        body["tools"] = list(prompt.tools)
+    if prompt.template_arguments:
+        body["chat_template_kwargs"] = dict(prompt.template_arguments)
+    return body
 
 
 def answer(servers: ChatServers, prompt: Prompt, settings: SynthesisSettings) -> Answered:
@@ -135,15 +192,7 @@ def answer(servers: ChatServers, prompt: Prompt, settings: SynthesisSettings) ->
     dialogue = Answered.of(prompt)
     for turn in range(len(prompt.turns)):
         dialogue.messages.append(prompt.message(turn))
-        body: dict[str, Any] = {
-            "model": settings.model, "max_tokens": settings.max_new_tokens, "temperature": settings.temperature,
-            "seed": zlib.crc32(f"{settings.seed}/{prompt_name(prompt)}/{turn}".encode()) % 2**31,
-            "messages": [_sent(message) for message in dialogue.messages],
-        }  # fmt: skip
-        if prompt.tools:
-            body["tools"] = list(prompt.tools)
-        if prompt.template_arguments:
-            body["chat_template_kwargs"] = dict(prompt.template_arguments)
+        body = request_body(prompt, turn, dialogue.messages, settings)
         choice = servers.complete(body)
         message = received(choice)
         dialogue.messages.append(message)

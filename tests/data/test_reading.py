@@ -230,6 +230,18 @@ def test_beside_a_prompt_stands_what_stands_beside_messages(tmp_path):
     assert whole.turns == ("p", "and?"), "the prompt of public sets is the first of the messages alone"
 
 
+def test_rows_of_gsm8k_and_humaneval_are_prompts(tmp_path):
+    rows = [
+        {"question": "How many?", "answer": "#### 3"},
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "    pass"},
+        {"id": "own", "task_id": "T/1", "messages": [{"role": "user", "content": "asked"}], "question": "not asked"},
+    ]
+    prompts = load_prompts(write_lines(tmp_path / "q.jsonl", *rows))
+    assert [(p.id, p.turns, p.numbered) for p in prompts] == [
+        ("row-000000", ("How many?",), True), ("HumanEval/0", ("def f():\n",), False), ("own", ("asked",), False),
+    ]  # fmt: skip
+
+
 def test_a_limit_is_spread_over_the_prompts():
     prompts = load_prompts("quickstart", limit=8)
     assert len({prompt.category for prompt in prompts}) == 8

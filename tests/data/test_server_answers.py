@@ -44,7 +44,7 @@ class FakeServer:
             def reply(self, code, value):
                 data = json.dumps(value).encode() if not isinstance(value, bytes) else value
                 self.send_response(code)
-                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Length", str(len(data) + 9 * data.endswith(b"cut off")))
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -104,7 +104,9 @@ def run(servers, prompts, output, **options):
 
 
 def test_answers_stand_in_order_whatever_fails_and_whichever_server_is_slow(serve, tmp_path):
-    one = serve({"a": [0.3], "b": [500, 503], "c": [429], "e": [(200, b'{"half": '), (200, b"[]")]})
+    one = serve(
+        {"a": [0.3], "b": [500, 503], "c": [429], "e": [(200, b'{"half": '), (200, b"[]"), (200, b'{"cut off')]}
+    )
     two = serve({"b": [502], "d": [0.2]})
     questions = ["a", "b", "c", "d", "e", "f", "cut"]
     account, rows = run([one, two], prompts_of(tmp_path, *questions), tmp_path / "out.jsonl", concurrency=4)

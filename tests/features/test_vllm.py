@@ -15,7 +15,7 @@ import torch
 from modelopt_eagle.data import prepare_dataset
 from modelopt_eagle.features import OfflineSource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd
-from modelopt_eagle.serving.check import engine_environment
+from modelopt_eagle.serving.engine_server import engine_environment
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.gguf import convert_quickstart
 from tests.features.serving import ROOT, SETTINGS

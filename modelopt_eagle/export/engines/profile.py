@@ -230,6 +230,7 @@ class Runner:
         folder: where the environment is looked for.
         setup: the command that makes it.
         options: a head's configuration to the engine's options for it, beside its folder and the number of tokens.
+        server: file in ``serving/`` that serves inside that environment; ``None``: only the script can be run.
     """
 
     script: str
@@ -237,6 +238,31 @@ class Runner:
     folder: str
     setup: str
     options: Callable[[DraftConfig], dict[str, Any]]
+    server: str | None = None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What an engine's server counts at ``/metrics``, by the names there.
+
+    Attributes:
+        source: the code that was read.
+        drafts: rounds of drafting and verifying.
+        generated: tokens of answers.
+        accepted: drafted tokens that were accepted; ``None``: not counted, what ``generated`` is above one token for
+            each round and one for each prompt.
+        drafted: tokens that were drafted.
+        per_position: drafts of which at least so many tokens were accepted, under the label ``position`` from 0.
+        cached: tokens of prompts that were not computed again.
+    """
+
+    source: str
+    drafts: str
+    generated: str
+    accepted: str | None = None
+    drafted: str | None = None
+    per_position: str | None = None
+    cached: str | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +285,7 @@ class Engine:
         serve_adapted: a sentence of the card about serving a head together with its target's adapter
             (``{"rank", "modules", "first"}``), for engines that can.
         runner: for an engine that can be run here.
+        counters: what its server counts; ``None`` if that was not read.
     """
 
     key: str
@@ -277,3 +304,4 @@ class Engine:
     serve: Callable[[Order], list[str]]
     serve_adapted: Callable[[str, dict], str] | None = None
     runner: Runner | None = field(default=None)
+    counters: Counters | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from modelopt_eagle.export.engines.profile import (
     LAYERS,
+    Counters,
     Engine,
     Evidence,
     LoadRules,
@@ -209,4 +210,10 @@ ENGINE = Engine(
         "a sliding window": Since("0.5.12", "0.5.11", LLAMA_FILE),
     },
     serve=serve,
+    counters=Counters(
+        "srt/observability/metrics_collector.py, with --enable-metrics; read, not tried",
+        drafts="sglang:spec_verify_calls_total",
+        generated="sglang:generation_tokens_total",
+        cached="sglang:cached_tokens_total",
+    ),
 )

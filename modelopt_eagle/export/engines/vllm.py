@@ -9,6 +9,7 @@ from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines.profile import (
     LAYERS,
+    Counters,
     Engine,
     Evidence,
     LoadRules,
@@ -308,5 +309,16 @@ ENGINE = Engine(
     },
     serve=serve,
     serve_adapted=serve_adapted,
-    runner=Runner("vllm_runner.py", "vllm", ".venv-vllm", "bash scripts/setup_vllm_cpu.sh", draft_options),
+    runner=Runner(
+        "vllm_runner.py", "vllm", ".venv-vllm", "bash scripts/setup_vllm_cpu.sh", draft_options, server="vllm_server.py"
+    ),
+    counters=Counters(
+        "v1/spec_decode/metrics.py, v1/metrics/loggers.py",
+        drafts="vllm:spec_decode_num_drafts_total",
+        generated="vllm:generation_tokens_total",
+        accepted="vllm:spec_decode_num_accepted_tokens_total",
+        drafted="vllm:spec_decode_num_draft_tokens_total",
+        per_position="vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        cached="vllm:prefix_cache_hits_total",
+    ),
 )
