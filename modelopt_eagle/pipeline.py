@@ -30,8 +30,8 @@ class RunResult:
     Attributes:
         recipe: as it was used, with what was given in Python written in.
         training: see :class:`~modelopt_eagle.training.TrainingResult`; its ``finished`` is false after a stop.
-        acceptance: the content of ``report/acceptance.json``; ``None`` after a dry run or a stop, and on all processes
-            but the first.
+        acceptance: the content of ``report/acceptance.json``; ``None`` after a dry run or a stop, with
+            ``validation.mode: none``, and on all processes but the first.
         export_path: the folder that engines load; ``None`` where nothing was exported.
     """
 
@@ -83,6 +83,7 @@ def run(
         if finished_state(recipe) is None:
             check_export_path(recipe)
             check_cuda_graph(recipe)
+            check_verifiable(recipe, given.target)
             check_rope_scaling(recipe)
         result = train(
             recipe, target=given.target, data=given.data, eval_data=given.eval_data, on_step=on_step, quiet=quiet
@@ -90,9 +91,12 @@ def run(
         untrained = recipe.training.dry_run and not result.finished  # a finished run is reported as it is
         if not (result.finished or untrained) or not first:
             return RunResult(recipe, result)
-        measured = None if untrained else validate(recipe, result, given.target)
+        measures = recipe.validation.mode != "none" and not untrained
+        measured = validate(recipe, result, given.target) if measures else None
+        if measured is None and not untrained:
+            say("validation.mode is none: the acceptance length is not measured")
         export(recipe, result, measured, given.target)
-        if measured is not None:
+        if not untrained:
             make_page(result.output_dir)
     return RunResult(recipe, result, measured, recipe.export_path)
 
@@ -144,11 +148,30 @@ def check_cuda_graph(recipe: Recipe) -> None:
     """
     import torch
 
-    device = recipe.model.device
-    if recipe.validation.cuda_graph == "on" and (device == "cpu" or not torch.cuda.is_available()):
+    device, section = recipe.model.device, recipe.validation
+    if section.mode != "none" and section.cuda_graph == "on" and (device == "cpu" or not torch.cuda.is_available()):
         raise RecipeError(
             f"validation.cuda_graph is on, but there is no CUDA device here or model.device is not one ({device}): "
             "set validation.cuda_graph: auto, or off"
+        )
+
+
+def check_verifiable(recipe: Recipe, target: RunningTarget | None = None) -> None:
+    """Refuse before training a target that validation could not decode with after it.
+
+    Args:
+        recipe: of the run.
+        target: the loaded target; else its configuration is looked at.
+
+    Raises:
+        RecipeError: says why, and what to set.
+    """
+    from modelopt_eagle.decoding.verifiable import refusal
+
+    if (reason := refusal(recipe, target)) is not None:
+        raise RecipeError(
+            f"validation, after training, would refuse this target: {reason}. Or set validation.mode: none, and the "
+            "head is exported unmeasured"
         )
 
 

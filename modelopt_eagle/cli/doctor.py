@@ -90,18 +90,23 @@ def findings(recipe: Recipe, with_target: bool = True) -> Iterator[Finding]:
     target = load_target(**recipe.model.decoding_arguments())
     use_chat_settings(recipe, target)
     yield from doctor.target_findings(recipe, target, data, layer_ids(recipe, target.config))
-    yield _can_be_validated(target, data)
+    yield _can_be_validated(recipe, target, data)
 
 
-def _can_be_validated(target, data) -> Finding:
-    """Whether the target decodes here, which validation needs."""
+def _can_be_validated(recipe, target, data) -> Finding:
+    """Whether the target decodes here, as validation will ask it to."""
     from modelopt_eagle.decoding import PlainGenerator
+    from modelopt_eagle.decoding.verifiable import refusal
     from modelopt_eagle.errors import EagleError
     from modelopt_eagle.training.doctor import FAULT, GOOD, Finding
 
     prompt = data.rows[0].input_ids[: data.rows[0].prompt_length]
+    if recipe.validation.mode == "none":
+        return Finding(GOOD, "validation", "none: the head will be exported unmeasured")
+    if (reason := refusal(recipe, target)) is not None:
+        return Finding(FAULT, "validation", reason, "or set validation.mode: none")
     try:
         PlainGenerator(target).generate([prompt], 4)
     except EagleError as error:
-        return Finding(FAULT, "validation", str(error), "train with validation off, or choose another target")
+        return Finding(FAULT, "validation", str(error), "set validation.mode: none, or choose another target")
     return Finding(GOOD, "validation", "the target decodes here")

@@ -85,8 +85,20 @@ def main(argv: list[str] | None = None) -> int:
         lines = found.lines(measure(), "a float32 matrix product here")
     else:
         lines = found.lines(args.gflops * 1e9, "as given")
-    print("\n".join(lines))
+    print("\n".join([*lines, validation_line(recipe)]))
     return 0
+
+
+def validation_line(recipe) -> str:
+    """Whether the trained head could be measured."""
+    from modelopt_eagle.decoding.verifiable import refusal
+
+    if recipe.validation.mode == "none":
+        return "validation   none: the head would be exported unmeasured"
+    reason = refusal(recipe)
+    if reason is None:
+        return f"validation   by {recipe.validation.mode}, as far as the target's configuration tells"
+    return f"validation   refused: {reason}; or set validation.mode: none"
 
 
 def read_data(recipe) -> tuple[int, int, int]:

@@ -14,8 +14,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; its flags are those of train-and-export. Returns 130 if it was interrupted."""
     recipe, arguments = train_arguments(argv, TRAIN)
     begin(recipe, arguments)
+    from modelopt_eagle.common.console import warn
+    from modelopt_eagle.decoding.verifiable import refusal
     from modelopt_eagle.training import train
 
+    if (reason := refusal(recipe)) is not None:
+        warn(f"the head of this target could not be measured or decoded with as validation.* says: {reason}")
     result = train(recipe, on_step=metrics_printer(arguments), quiet=arguments.quiet)
     if arguments.json:
         facts = {"checkpoint": str(result.best_checkpoint), "steps": result.steps, "finished": result.finished}

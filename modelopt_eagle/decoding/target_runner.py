@@ -203,14 +203,7 @@ def cache_argument(target: Target) -> str:
     Raises:
         DecodingError: no KV cache, recurrent or unknown layers, or an attention other than sdpa and eager.
     """
-    parameters = inspect.signature(target.model.forward).parameters
-    name = next((n for n in ("cache", "past_key_values") if n in parameters), None)
-    if name is None or (getattr(target.model, "_is_stateful", False) and not is_recurrent(target.config)):
-        raise DecodingError(
-            f"{target.name}: {type(target.model).__name__} has no KV cache that can go back to an earlier token "
-            "(its forward takes no past_key_values, or it keeps a recurrent state): it cannot verify drafts"
-        )
-    attention_kinds(target.config)
+    name = cache_name(target)
     if is_recurrent(target.config):
         continues(target, name)
     implementation = getattr(target.config, "_attn_implementation", None) or "eager"
@@ -219,4 +212,21 @@ def cache_argument(target: Target) -> str:
             f"{target.name} runs attention {implementation!r}, which takes no tree mask: "
             f"load it with attn_implementation one of sdpa, eager"
         )
+    return name
+
+
+def cache_name(target: Target) -> str:
+    """The same by the model's code and configuration alone, which need no weights.
+
+    Raises:
+        DecodingError: no KV cache that can go back, or unknown layers.
+    """
+    parameters = inspect.signature(target.model.forward).parameters
+    name = next((n for n in ("cache", "past_key_values") if n in parameters), None)
+    if name is None or (getattr(target.model, "_is_stateful", False) and not is_recurrent(target.config)):
+        raise DecodingError(
+            f"{target.name}: {type(target.model).__name__} has no KV cache that can go back to an earlier token "
+            "(its forward takes no past_key_values, or it keeps a recurrent state): it cannot verify drafts"
+        )
+    attention_kinds(target.config)
     return name

@@ -15,7 +15,7 @@ def check_tree_shape(mode: str, topk: int | None, depth: int | None, num_nodes: 
     """Refuse a tree that cannot be drafted, and tree options without a tree.
 
     Args:
-        mode: ``"chain"`` or ``"tree"``.
+        mode: ``"chain"``, ``"tree"`` or ``"none"``.
         topk: branching factor T.
         depth: depth D, known in mode tree.
         num_nodes: nodes N with the root, or None for the default.
@@ -23,10 +23,10 @@ def check_tree_shape(mode: str, topk: int | None, depth: int | None, num_nodes: 
     Raises:
         ValueError: what was expected and what was found.
     """
-    if mode == "chain":
+    if mode != "tree":
         given = {"topk": topk, "depth": depth, "num_nodes": num_nodes}
         extra = [f"{name}: {value}" for name, value in given.items() if value is not None]
-        need(not extra, f"{', '.join(extra)} shapes a tree, but mode is chain: set mode: tree, or remove it")
+        need(not extra, f"{', '.join(extra)} shapes a tree, but mode is {mode}: set mode: tree, or remove it")
         return
     if topk is None or topk < 1:
         raise ValueError(f"mode: tree needs topk > 0, found {topk}: set topk, or mode: chain")

@@ -152,7 +152,12 @@ def architecture_of(target: Any) -> str | None:
 
 
 def load_config(place: Path | str, revision: str | None = None, trust_remote_code: bool = False):
-    """The config of a model, or a TargetError that says what is wrong with it."""
+    """The config of a model, or a TargetError that says what is wrong with it, or with a revision of a local folder."""
+    if revision is not None and isinstance(place, Path):
+        raise TargetError(
+            f"{place} is a local folder, which has no revision {revision!r}: leave the revision out, or name the model "
+            "by its hub id"
+        )
     from transformers import CONFIG_MAPPING, AutoConfig
 
     try:

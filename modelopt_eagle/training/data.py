@@ -13,7 +13,7 @@ from torch import Tensor
 from modelopt_eagle.common.console import ProgressBar
 from modelopt_eagle.data import DataReport, TokenizedDataset, prepare_dataset, prepare_rows
 from modelopt_eagle.data.vocab import count_supervised
-from modelopt_eagle.errors import DataError, RecipeError, TargetError
+from modelopt_eagle.errors import DataError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.foreign.reader import RECIPE_KEYS, ForeignReader, open_reader
@@ -289,15 +289,9 @@ def from_store(recipe: Recipe, tables, aux_layer_ids, say) -> RunData:
     """Features read from ``data.offline_data_path``, without running the target.
 
     Raises:
-        RecipeError: ``data.eval_path`` is set (its rows would need the target).
         FeatureError: the store is damaged or was made by another target, tokenizer or template; or the dump of another
             tool leaves something open.
     """
-    if recipe.data.eval_path is not None:
-        raise RecipeError(
-            "data.eval_path needs the target, which offline training does not run: set it to null (rows of the store "
-            "are held out)"
-        )
     reader = open_stored(recipe, tables, aux_layer_ids)
     identity = tables.identity()
     expected = FeatureContract.from_identity(identity, aux_layer_ids)

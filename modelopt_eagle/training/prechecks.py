@@ -1,18 +1,81 @@
-"""What is looked at before a run costs anything: data paths, sizes of the vocabulary, and what templates are told."""
+"""What is looked at before a run costs anything: the launch, data paths, sizes of the vocabulary, and chat templates.
+
+What a launcher asks for and would change a run behind its recipe is refused; what has no effect is told.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.data.files import IN_MEMORY, check_sources, local_files
 from modelopt_eagle.data.vocab import required_ids
-from modelopt_eagle.errors import CheckpointError, RecipeError
+from modelopt_eagle.errors import CheckpointError, RecipeError, TrainingError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import TableTarget
 from modelopt_eagle.target.chat import asks_for_date, chat_settings, keep_date, kept_date, set_chat_settings, today
 from modelopt_eagle.training.given import Given
+
+SHARDING = {
+    "ACCELERATE_USE_FSDP": "FSDP (--use_fsdp)",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed (--use_deepspeed)",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM (--use_megatron_lm)",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism configuration (--use_parallelism_config)",
+}
+"""Variables of ``accelerate launch`` that ask for parts of the model on each process."""
+
+
+def check_launch(environment: Mapping[str, str]) -> None:
+    """Refuse what accelerate would do to the loss, the graph or the weights without the recipe's knowing.
+
+    Args:
+        environment: of this process.
+
+    Raises:
+        TrainingError: sharding, gradient accumulation or compilation asked for by ``accelerate launch`` or the file of
+            ``accelerate config``; says what to do in its place.
+    """
+    for variable, name in SHARDING.items():
+        if environment.get(variable, "false").lower() in ("true", "1"):
+            raise TrainingError(
+                f"accelerate is set to {name}, and nothing here is sharded: every process holds the target and the "
+                "head whole. Launch without it (accelerate launch --multi_gpu --num_processes N, or torchrun), or set "
+                "it off in `accelerate config`; training.context_parallel shares long sequences"
+            )
+    if (steps := environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
+        raise TrainingError(
+            f"accelerate is set to --gradient_accumulation_steps {steps}, which would divide the loss once more: leave "
+            f"it out, and set training.gradient_accumulation_steps={steps}"
+        )
+    if (backend := environment.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() != "no":
+        raise TrainingError(
+            f"accelerate is set to --dynamo_backend {backend.lower()}, which would compile around the loss: leave it "
+            "out, and set training.torch_compile=true"
+        )
+
+
+def launch_lines(environment: Mapping[str, str], processes: int, device: str, shared: int = 1) -> list[str]:
+    """How many processes run, and what their launcher was told that has no effect.
+
+    Args:
+        environment: of this process.
+        processes: how many there are.
+        device: kind of device that each runs on.
+        shared: processes that share a batch by positions.
+    """
+    whole = ", each with the whole target and head" if processes > 1 else ""
+    groups = f"; each batch is shared by {shared}" if shared > 1 else ""
+    lines = [f"processes: {processes} on {device}{whole}{groups}"]
+    launched_alone = "MASTER_PORT" in environment and "WORLD_SIZE" not in environment
+    if processes == 1 and launched_alone and "ACCELERATE_USE_CPU" in environment:
+        lines.append(
+            "processes: accelerate launch was asked for several and starts one on a CPU without mpirun: launch by "
+            "torchrun --nproc_per_node N"
+        )
+    if (precision := environment.get("ACCELERATE_MIXED_PRECISION", "no")).lower() != "no":
+        lines.append(f"launch: accelerate's mixed precision {precision} is not used; training.precision says it")
+    return lines
 
 
 def check_paths(recipe: Recipe, given: Given) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +33,13 @@ from modelopt_eagle.training.data import from_store, from_target, length_spread
 from modelopt_eagle.training.given import Given
 from modelopt_eagle.training.head import check_coverage, check_head, continued_head, new_head, rebuild_vocabulary
 from modelopt_eagle.training.own_share import own_share, own_share_line
-from modelopt_eagle.training.prechecks import check_vocabulary_size, data_files, use_chat_settings
+from modelopt_eagle.training.prechecks import (
+    check_launch,
+    check_vocabulary_size,
+    data_files,
+    launch_lines,
+    use_chat_settings,
+)
 from modelopt_eagle.training.states import AdaptedStates, check_adapters, make_adapter
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 from modelopt_eagle.training.streams import from_servers_or_filled_store
@@ -66,7 +73,12 @@ class Run:
 
 
 def make_accelerator(recipe: Recipe):
-    """The accelerator of a run; its processes come from ``accelerate launch`` or ``torchrun``."""
+    """The accelerator of a run; its processes come from ``accelerate launch`` or ``torchrun``.
+
+    Raises:
+        TrainingError: see :func:`~modelopt_eagle.training.prechecks.check_launch`.
+    """
+    check_launch(os.environ)
     accelerate = require_extra("accelerate", "train")
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -183,7 +195,10 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     head = head.float().to(accelerator.device).train()
     tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
     frozen = 0 if offline else sum(p.numel() for p in target.model.parameters())
-    header = [*data.header, own_share_line(own_share(data.train)), vocabulary]
+    processes = launch_lines(
+        os.environ, accelerator.num_processes, accelerator.device.type, recipe.training.context_parallel
+    )
+    header = [*data.header, *processes, own_share_line(own_share(data.train)), vocabulary]
     adapter, states, sharing = None, None, None
     if recipe.target_lora.rank:
         adapter = make_adapter(recipe, target, accelerator.device)
@@ -208,6 +223,11 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         "vocabulary": hashlib.sha256(str(head.target_ids.tolist()).encode()).hexdigest()[:16],
         **({"files": data_files(recipe)} if given.data is None else {}),
     }
+    if recipe.training.early_stopping is not None and data.held_out is None:
+        raise RecipeError(
+            "training.early_stopping counts evaluations, and there is no row to evaluate on: give data.eval_path, more "
+            "rows, or set early_stopping to null"
+        )
     account = {**data.report.to_dict(), "lengths": length_spread(data.train.lengths)}
     return Run(step, data.train, data.held_out, provenance, header, adapter, account)
 

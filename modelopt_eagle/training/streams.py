@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.data.vocab import count_supervised
-from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource, SelectedSource, StreamedSource
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.store import dataset_hash
@@ -30,12 +29,9 @@ def from_servers_or_filled_store(
         given: rows in memory in place of files.
 
     Raises:
-        RecipeError: ``eval_path`` is given.
         StreamError: no server, or one that does not fit.
         FeatureError: a store that does not fit.
     """
-    if recipe.data.eval_path is not None:
-        raise RecipeError("data.eval_path is for runs whose target is loaded: set it to null (rows are held out)")
     dataset = read_data(recipe, target, recipe.data.train_path, None if given is None else given.data)
     contract = FeatureContract.from_identity(target.identity(), aux_layer_ids, "bfloat16")
     contract = replace(contract, end_token_ids=target.end_token_ids)

@@ -194,6 +194,30 @@ class DataSection(Section):
         )
         return self
 
+    @model_validator(mode="after")
+    def _given_keys_are_read(self) -> DataSection:
+        stored, streamed = self.offline_data_path is not None, self.streaming_server_url is not None
+        need(
+            self.eval_path is None or not (stored or streamed),
+            "eval_path needs the features of a loaded target, and this run takes them from offline_data_path or "
+            "streaming_server_url: set eval_path to null (rows are held out of the data)",
+        )
+        if stored and self.on_missing == "fail":
+            given = [key for key in OF_CONVERSATIONS if key in self.changed()]
+            need(
+                not given,
+                f"{', '.join(given)} says how conversations are read, and the rows of offline_data_path are tokenised "
+                "already: leave it out (it is for the dump that makes them)",
+            )
+        return self
+
+
+OF_CONVERSATIONS = (
+    "unknown_role", "role_aliases", "supervise_reasoning", "supervise_tool_calls", "workers", "min_used_share",
+    "columns", "text_boundary",
+)  # fmt: skip
+"""Keys that nothing reads where the rows are those of a store."""
+
 
 def _is_day(text: str) -> bool:
     try:

@@ -113,6 +113,19 @@ class EagleSection(Section):
             self.loss == "kl" or self.convention == "served",
             f"convention: {self.convention} reproduces a published loss, and none is lk: set convention: served",
         )
+        later = ("mix_hidden_states", "ttt_warmup", "loss_decay")
+        given = [key for key in later if self.ttt_steps == 1 and key in self.changed()]
+        need(
+            not given,
+            f"{', '.join(given)} speaks of the rollout's later steps, and ttt_steps: 1 has none: leave it out, or set "
+            "ttt_steps: 2",
+        )
+        need(
+            self.draft_vocab_counts == self.default("draft_vocab_counts")
+            or (self.draft_vocab_size is not None and self.draft_vocab_path is None),
+            f"draft_vocab_counts: {self.draft_vocab_counts} says how a vocabulary is chosen from the data, and "
+            "none is: set draft_vocab_size and leave draft_vocab_path at null, or leave it out",
+        )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         need(
             heads is None or kv_heads is None or heads % kv_heads == 0,

@@ -27,7 +27,11 @@ class ValidationSection(Section):
     num_steps: Annotated[int, Field(ge=1, le=64)] = Field(3, description="Drafted tokens of a chain.")
     max_new_tokens: Positive = Field(256, description="Tokens generated for each prompt.")
     batch_size: Positive = Field(8, description="Prompts decoded together.")
-    mode: Literal["chain", "tree"] = Field("chain", description="Draft a chain, or a dynamic tree.")
+    mode: Literal["chain", "tree", "none"] = Field(
+        "chain",
+        description="Draft a chain, or a dynamic tree; none: decode nothing. The head is then exported unmeasured, and "
+        "a run from stored or streamed features never loads the target.",
+    )
     topk: int | None = Field(
         None, description="Branching factor T of the tree; required with mode tree, an error without."
     )
@@ -69,6 +73,11 @@ class ValidationSection(Section):
             self.dataset is None or self.prompts == "shipped",
             "prompts and dataset both name the prompts: set one of them (prompts: shipped, or dataset: null)",
         )
+        need(
+            self.mode != "none" or self.ar_lower_bound is None,
+            f"ar_lower_bound: {self.ar_lower_bound} bounds what mode: none does not measure: remove it, or set mode: "
+            "chain",
+        )
         check_tree_shape(self.mode, self.topk, self.tree_depth if self.mode == "tree" else self.depth, self.num_nodes)
         filters = {"top_k": self.top_k != 0, "top_p": self.top_p != 1, "min_p": self.min_p != 0}
         filters["sample_drafts"] = self.sample_drafts
@@ -92,7 +101,7 @@ class ValidationSection(Section):
 
     @property
     def tree_nodes(self) -> int | None:
-        """Nodes N of the tree with its root; None in mode chain."""
-        if self.mode == "chain" or self.topk is None:
+        """Nodes N of the tree with its root; None in other modes."""
+        if self.mode != "tree" or self.topk is None:
             return None
         return default_tree_nodes(self.topk, self.tree_depth) if self.num_nodes is None else self.num_nodes
