@@ -31,7 +31,7 @@ class StepWatch:
         advice: what mends such numbers, for the error.
 
     Attributes:
-        rows: ids of the rows of the step looked at last, of this process: those whose loss is not finite, else all.
+        rows: ids of the rows of the step looked at last, of all processes: those whose loss is not finite, else all.
     """
 
     def __init__(self, policy: str, accelerator: Any, say: Callable[[str], None], advice: Callable[[], str]):
@@ -63,8 +63,9 @@ class StepWatch:
             return True
         ids = [[] if batch is None else list(batch.row_ids) for batch in window]
         own = [part for part, value in zip(ids, losses, strict=True) if not bool(torch.isfinite(value))]
-        self.rows = [row for part in own or ids for row in part]
-        what = "loss" if own else "gradient"
+        named = self._everywhere([row for part in own for row in part])
+        self.rows = named or self._everywhere([row for part in ids for row in part])
+        what = "loss" if named else "gradient"
         line = f"step {index + 1}: the {what} is not finite; rows {shown(self.rows)}"
         self._in_a_row += 1
         if self.policy == "stop" or self._in_a_row >= MOST_IN_A_ROW:
@@ -76,14 +77,24 @@ class StepWatch:
     def _look_for_outlier(self, index: int, window: Sequence[Any], norm: float) -> None:
         if len(self._norms) >= FEWEST and norm > OUTLIER * statistics.median(self._norms):
             rows = [row for batch in window if batch is not None for row in batch.row_ids]
+            others = " (of the first process)" if self.accelerator.num_processes > 1 else ""  # who else saw it is open
             self.say(
                 f"step {index + 1}: the gradient norm is {norm:.3g}, {norm / statistics.median(self._norms):.0f} times "
-                f"the usual one; rows {shown(rows)}"
+                f"the usual one; rows {shown(rows)}{others}"
             )
         self._norms.append(norm)
 
+    def _everywhere(self, rows: list[str]) -> list[str]:
+        """The rows of all processes; all of them call this."""
+        if self.accelerator.num_processes == 1:
+            return rows
+        from accelerate.utils import gather_object
+
+        return list(gather_object(rows))
+
 
 def shown(rows: Sequence[str]) -> str:
-    """Some row ids as text."""
+    """Some row ids as text, each once."""
+    rows = list(dict.fromkeys(rows))  # processes that share a batch name it each
     more = f" and {len(rows) - ROWS_SHOWN} more" if len(rows) > ROWS_SHOWN else ""
-    return ", ".join(map(repr, rows[:ROWS_SHOWN])) + more if rows else "of another process"
+    return ", ".join(map(repr, rows[:ROWS_SHOWN])) + more if rows else "none"

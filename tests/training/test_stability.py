@@ -71,6 +71,33 @@ def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite():
         watch("stop", []).sound(3, [Batch("a"), Batch("b")], [torch.tensor(1.0)] * 2, [torch.tensor(float("inf"))])
 
 
+class OneOfTwo:
+    """An accelerator beside a process whose loss is not finite, and which has a row of its own."""
+
+    num_processes = 2
+
+    def __init__(self, bad, rows, monkeypatch):
+        self.bad, self.rows = bad, rows
+        monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, *self.rows.pop(0)])
+
+    def reduce(self, value, how):
+        return value + self.bad
+
+
+@pytest.mark.parametrize(
+    ("bad", "theirs", "says"),
+    [
+        (1, [["their bad row"]], "the loss is not finite; rows 'their bad row'"),
+        (1, [[], ["their row"]], "the gradient is not finite; rows 'ours', 'their row'"),
+    ],
+)
+def test_the_rows_of_other_processes_are_named(monkeypatch, bad, theirs, says):
+    accelerator, said = OneOfTwo(bad, theirs, monkeypatch), []
+    watched = StepWatch("skip", accelerator, said.append, lambda: "")
+    assert not watched.sound(0, [Batch("ours")], [torch.tensor(1.0)], [torch.tensor(1.0)])
+    assert said == [f"step 1: {says}: left out"]
+
+
 def test_many_bad_steps_in_a_row_stop_a_run_that_skips():
     said = []
     watched, bad = watch("skip", said), [torch.tensor(float("nan"))]
