@@ -1,5 +1,6 @@
 """One frame of anybody's must not end, stall or fill a feature mailbox; its death must be seen."""
 
+import gc
 import json
 import resource
 import socket
@@ -52,9 +53,7 @@ def test_a_frame_of_300_megabytes_is_not_taken_into_memory(box):
     """The connection ends at the frame's header, wherever its 300 MB would have been put."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with socket.create_connection(("127.0.0.1", box.port)) as attacker:
-        greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-        ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
-        attacker.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        attacker.sendall(GREETING + ready(b"DEALER"))
         attacker.sendall(b"\x02" + (300 * 2**20).to_bytes(8, "big"))
         attacker.settimeout(10)
         with pytest.raises(ConnectionError):  # it is cut off, long before all is sent
@@ -64,6 +63,119 @@ def test_a_frame_of_300_megabytes_is_not_taken_into_memory(box):
     for frame in (b" " * (LARGEST_REQUEST + 1), b"[" * 100_000):
         assert send_frames(box.port, [frame], wait=0.5) is None
     assert MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=5.0).hello()["model"] == "m"
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+def ready(kind):
+    """ZeroMQ's handshake of a socket of this kind, ``DEALER`` or ``ROUTER``."""
+    words = b"\x05READY" + b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    return b"\x04" + bytes([len(words)]) + words
+
+
+def flood(connection, frame, most):
+    """Send frames that each say that more follow, until the connection is ended; returns the bytes sent."""
+    sent, piece = 0, frame * (2**16 // len(frame))
+    connection.settimeout(10)
+    try:
+        while sent < most:
+            connection.sendall(piece)
+            sent += len(piece)
+    except OSError:
+        return sent
+    return sent
+
+
+def resident():
+    """Bytes of this process's memory now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+FRAMES_OF = {"empty": b"\x01\x00", "long": b"\x03" + (60_000).to_bytes(8, "big") + bytes(60_000)}
+
+
+@pytest.mark.parametrize("kind", FRAMES_OF)
+def test_frames_without_an_end_are_cut_off(box, kind, caplog):
+    before = resident()
+    with socket.create_connection(("127.0.0.1", box.port)) as attacker:
+        attacker.sendall(GREETING + ready(b"DEALER"))
+        assert flood(attacker, FRAMES_OF[kind], 200 * 2**20) < 150 * 2**20
+    assert resident() - before < 300 * 2**20
+    assert MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=5.0).hello()["model"] == "m"
+    assert "bytes which make no request" in caplog.text
+
+
+def test_many_slow_floods_are_bounded_together(box, monkeypatch):
+    monkeypatch.setattr("modelopt_eagle.features.stream.received.LARGEST_LEADS", 2**20)
+    attackers = [socket.create_connection(("127.0.0.1", box.port)) for _ in range(12)]
+    try:
+        for attacker in attackers:  # each stays below what one may be ahead
+            attacker.sendall(GREETING + ready(b"DEALER") + b"\x01\x00" * 90_000)
+        time.sleep(0.5)
+        ended = 0
+        for attacker in attackers:
+            attacker.settimeout(0.2)
+            try:
+                while attacker.recv(4096):
+                    pass
+                ended += 1
+            except TimeoutError:
+                pass
+            except OSError:
+                ended += 1
+        assert 7 <= ended < 12  # 12 times 180 kB, and five are below a megabyte
+    finally:
+        for attacker in attackers:
+            attacker.close()
+
+
+def test_requests_that_are_answered_are_no_flood(box):
+    """Many more bytes than a connection may be ahead by, each message taken."""
+    request = json.dumps({"op": "hello", "token": "wrong", "pad": "x" * 20_000}).encode()
+    with zmq.Context.instance().socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(f"tcp://127.0.0.1:{box.port}")
+        for number in range(200):
+            client.send(request)
+            assert client.poll(5000), number
+            assert "wrong or missing token" in json.loads(client.recv())["error"]
+
+
+def test_handles_on_connections_are_let_go(box):
+    for _ in range(5):
+        MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=5.0).hello()
+    with socket.create_connection(("127.0.0.1", box.port)) as one:
+        one.sendall(GREETING + ready(b"DEALER"))
+        time.sleep(0.3)
+        assert box._connections._open
+    gc.collect()
+    until = time.monotonic() + 5
+    while box._connections._open and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not box._connections._open
+
+
+@pytest.mark.parametrize("kind", FRAMES_OF)
+def test_a_server_that_answers_without_an_end_does_not_fill_a_trainers_memory(kind):
+    sent = []
+
+    def answer(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(GREETING + ready(b"ROUTER"))
+            connection.recv(4096)
+            sent.append(flood(connection, FRAMES_OF[kind], 400 * 2**20))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        client = MailboxClient(f"127.0.0.1:{listener.getsockname()[1]}", timeout=20.0)
+        with pytest.raises(StreamError, match="answers a get by more than .* bytes, at most"):
+            client.fetch("key", largest=2**20)
+        thread.join(15)
+    assert sent and sent[0] < 350 * 2**20
 
 
 def test_garbage_and_silent_connections_do_not_keep_others_out(box):

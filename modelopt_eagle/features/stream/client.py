@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+import time
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import LONGEST_WAIT
 from modelopt_eagle.features.stream.message import FeatureMessage, check_header, decode, parse_header
 from modelopt_eagle.features.stream.nixl import NixlLost, NixlReceiver
+from modelopt_eagle.features.stream.received import Connection
 from modelopt_eagle.features.stream.segments import SEGMENT_PREFIX, SHARED_MEMORY, delete_left_segments
 
 TRANSPORTS = ("auto", "tcp", "shm", "nixl")
+LARGEST_HEADER = 16 * 2**20
+"""Bytes of an answer beside its states at most: its token ids are the most of it."""
+_LOOK = 0.1
+"""Seconds between looks at how much of an answer has come."""
 
 
 class StreamTimeout(StreamError):
@@ -51,20 +58,25 @@ class MailboxClient:
             StreamTimeout: no answer.
             StreamError: a refusal, or a malformed answer.
         """
-        header = parse_header(self._ask({"op": "hello"})[0], self.address)
+        header = parse_header(self._ask({"op": "hello"}, LARGEST_HEADER)[0], self.address)
         if not isinstance(header.get("identity"), dict):
             raise StreamError(f"{self.address}: {header.get('error', 'malformed answer: no identity')}")
         return header["identity"]
 
-    def fetch(self, key: str) -> FeatureMessage:
+    def fetch(self, key: str, largest: int | None = None) -> FeatureMessage:
         """The message under ``key``; it is gone from the server afterwards.
+
+        Args:
+            key: that the server gave.
+            largest: bytes of the states at most; an answer far beyond them is not taken to its end.
 
         Raises:
             StreamTimeout: no answer, or the server no longer has the message: ask for the row again.
             StreamError: a refusal, or a malformed message.
         """
         wait = min(self._timeout / 2, LONGEST_WAIT)
-        frames = self._ask({"op": "get", "key": key, "transport": self._transport, "wait": wait})
+        request = {"op": "get", "key": key, "transport": self._transport, "wait": wait}
+        frames = self._ask(request, None if largest is None else largest + LARGEST_HEADER)
         header = parse_header(frames[0], self.address)
         if header.get("ok") is False:
             error = str(header.get("error"))
@@ -108,37 +120,67 @@ class MailboxClient:
             ) from error
         return payload
 
-    def _ask(self, request: dict) -> list[bytes]:
-        """Send a request; wait for its answer, but no longer than the connection lasts."""
+    def _ask(self, request: dict, largest: int | None) -> list[bytes]:
+        """Send a request; wait for its answer, as long as the connection lasts and at most ``largest`` bytes come."""
         zmq = self._zmq
         if getattr(self._local, "socket", None) is None:
             self._connect()
-        socket, monitor = self._local.socket, self._local.monitor
-        if monitor.poll(0):  # the server has gone since the last request, and may be back
+        if self._is_gone():  # the server has left since the last request, and may be back
             self._disconnect()
             self._connect()
-            socket, monitor = self._local.socket, self._local.monitor
+        socket, monitor = self._local.socket, self._local.monitor
+        before, until = self._received(), time.monotonic() + self._timeout
         socket.send(json.dumps(request | {"token": self._token}).encode())
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        ready = dict(poller.poll(self._timeout * 1000))
-        if socket in ready:
-            return socket.recv_multipart()
+        gone = False
+        while not gone and (left := until - time.monotonic()) > 0:
+            ready = dict(poller.poll(1000 * min(left, _LOOK)))
+            if socket in ready:
+                return socket.recv_multipart()
+            gone = self._is_gone()
+            if largest is not None and (came := self._received() - before) > largest:
+                self._disconnect()
+                raise StreamError(
+                    f"{self.address} answers a {request['op']} by more than {came} bytes, at most {largest} can be: "
+                    "it is no feature server, or one of another target"
+                )
         self._disconnect()  # an answer that comes late must not be taken for the next one's
         what = f"did not answer a {request['op']} within {self._timeout:g} s"
-        raise StreamTimeout(f"{self.address} {'cannot be reached, or is gone' if ready else what}")
+        raise StreamTimeout(f"{self.address} {'cannot be reached, or is gone' if gone else what}")
 
     def _connect(self) -> None:
         zmq = self._zmq
         socket = self._local.socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, self.address.startswith("["))
-        self._local.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        self._local.monitor, self._local.connection = socket.get_monitor_socket(events), None
         socket.connect(f"tcp://{self.address}")
+
+    def _is_gone(self) -> bool:
+        """Take in what became of the connection; whether it was lost, or could not be made."""
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self._local.monitor.poll(0):
+            told = recv_monitor_message(self._local.monitor)
+            if told["event"] != self._zmq.EVENT_CONNECTED:
+                return True
+            with contextlib.suppress(OSError):  # it came and went
+                self._local.connection = Connection(int(told["value"]))
+        return False
+
+    def _received(self) -> int:
+        """Bytes that the connection has received; 0 while there is none."""
+        connection = self._local.connection
+        return 0 if connection is None else connection.info()[0]
 
     def _disconnect(self) -> None:
         self._local.socket.disable_monitor()
         self._local.monitor.close()
         self._local.socket.close()
         self._local.socket = None
+        if self._local.connection is not None:
+            self._local.connection.end()
+            self._local.connection.close()

@@ -10,7 +10,7 @@ A trainer sends one JSON frame to the mailbox's ZeroMQ socket and gets one or tw
     the header says where; who fetched it deletes it, and the mailbox what nobody fetched in :data:`SEGMENT_LIFE`.
 
 Anything that fails is answered by ``{"ok": false, "error": …}``. A frame above :data:`LARGEST_REQUEST` bytes ends the
-connection that it came by, before it is taken into memory.
+connection that it came by, before it is taken into memory; so do frames without an end (``stream.received``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from modelopt_eagle.common.console import warn
 from modelopt_eagle.common.package import require_extra
@@ -33,6 +33,7 @@ from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.message import FeatureMessage, encode
 from modelopt_eagle.features.stream.nixl import NixlSender
+from modelopt_eagle.features.stream.received import Connections
 from modelopt_eagle.features.stream.segments import Segments, delete_left_segments
 
 LARGEST_REQUEST = 64 * 2**10
@@ -45,6 +46,7 @@ MOST_WAITING = 10_000
 """Requests that may wait at a time."""
 
 _TICK_MS = 5
+_AT_A_TIME = 100  # requests taken before waiting ones and connections are looked at
 
 
 def check_bind(address: str, token: str | None) -> None:
@@ -176,6 +178,7 @@ class Mailbox:
         _bind(zmq, self._socket, address)
         delete_left_segments()
         self.port = int(self._socket.getsockopt(zmq.LAST_ENDPOINT).decode().rsplit(":", 1)[1])
+        self._connections = Connections(zmq, self._socket, self.port)
         self._thread = threading.Thread(target=self._serve, name="feature-mailbox", daemon=True)
         self._thread.start()
 
@@ -197,6 +200,7 @@ class Mailbox:
         """Stop listening."""
         self._stop.set()
         self._thread.join()
+        self._connections.close()
         self._socket.close()
         self._segments.delete_all()
 
@@ -224,8 +228,7 @@ class Mailbox:
     def _loop(self) -> None:
         waiting: list[tuple[bytes, dict, float]] = []  # requests for messages that are not there yet
         while not self._stop.is_set():
-            if self._socket.poll(_TICK_MS if waiting else 10 * _TICK_MS):
-                sender, *frames = self._socket.recv_multipart()
+            for sender, frames in self._messages(_TICK_MS if waiting else 10 * _TICK_MS):
                 request = self._guarded(sender, self._take, sender, frames)
                 if request is not None and len(waiting) >= MOST_WAITING:
                     self._refuse(sender, f"{MOST_WAITING} requests wait already: ask again later")
@@ -233,9 +236,21 @@ class Mailbox:
                     waiting.append((sender, request, time.monotonic() + request.get("wait", 0)))
             now = time.monotonic()
             waiting = [entry for entry in waiting if self._guarded(entry[0], self._answer, *entry, now) is False]
+            for lead in self._connections.end_floods():
+                warn(f"feature mailbox: ended a connection that sent {lead} bytes which make no request")
             self._segments.delete_old(now)
             if self._nixl is not None:
                 self._nixl.release()
+
+    def _messages(self, patience: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """(sender, frames) of what has come or comes in so many milliseconds; some at a time, for others wait, too."""
+        for _ in range(_AT_A_TIME):
+            if not self._socket.poll(patience):
+                return
+            patience = 0
+            sender, *frames = self._socket.recv_multipart(copy=False)
+            self._connections.took(frames)
+            yield sender.bytes, [frame.bytes for frame in frames]
 
     def _guarded(self, sender: bytes, action: Callable, *arguments):
         """What ``action`` returns; a fault of our own is answered and said once, and the mailbox goes on."""

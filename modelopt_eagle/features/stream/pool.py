@@ -42,6 +42,7 @@ class ServerPool:
         transport: see :class:`~modelopt_eagle.features.stream.client.MailboxClient`.
         timeout: seconds after which a server that does not answer is given up for another.
         patience: seconds of failures on all servers after which the run stops.
+        token_bytes: bytes of a token's states at most; None: any.
 
     Raises:
         StreamError: no server, or a bad address or transport.
@@ -56,6 +57,7 @@ class ServerPool:
         transport: str = "auto",
         timeout: float = 120.0,
         patience: float = 600.0,
+        token_bytes: int | None = None,
     ):
         if not urls:
             raise StreamError("no feature server given: http://host:port expected")
@@ -63,7 +65,7 @@ class ServerPool:
             raise StreamError(f"transport {transport!r} is not known; choose {', '.join(TRANSPORTS)}")
         self._servers = [_Server(CompletionsClient(url, token, timeout)) for url in urls]
         self._check, self._token, self._transport = check, token, transport
-        self._timeout, self._patience = timeout, patience
+        self._timeout, self._patience, self._token_bytes = timeout, patience, token_bytes
         self._lock = threading.Lock()
 
     def fetch(self, row_id: str, token_ids: Sequence[int], stop: threading.Event | None = None) -> FeatureMessage:
@@ -144,7 +146,8 @@ class ServerPool:
         with server.lock:
             if server.mailbox is None or server.mailbox.address != ticket.address:
                 server.mailbox = MailboxClient(ticket.address, self._token, self._transport, self._timeout)
-        message = server.mailbox.fetch(ticket.key)
+        largest = None if self._token_bytes is None else len(token_ids) * self._token_bytes
+        message = server.mailbox.fetch(ticket.key, largest)
         with server.lock:
             if message.server != server.instance:
                 identity = server.mailbox.hello()

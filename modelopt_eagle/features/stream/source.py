@@ -68,7 +68,10 @@ class StreamedSource(PlannedSource):
         self._workers = Workers(max(1, in_flight), "feature-stream")
         self._calls: set[threading.Event] = set()  # of the calls under way; set, they end
         self._calls_lock = threading.Lock()
-        self._pool = ServerPool(urls, self._check, token=token, transport=transport, timeout=timeout, patience=patience)
+        self._pool = ServerPool(
+            urls, self._check, token=token, transport=transport, timeout=timeout, patience=patience,
+            token_bytes=4 * self.contract.hidden_size * (len(self.contract.aux_layer_ids) + 1),
+        )  # fmt: skip
         self._plausible = Plausibility(tables.embedding_weight, tables.final_norm, tables.head)
         shortest = sorted(self.rows, key=lambda row: len(row.input_ids))
         self.fetch_rows(shortest[:1])  # refuse a wrong server at once
