@@ -18,10 +18,16 @@ from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import EagleError, FeatureError
 from modelopt_eagle.features.dump import BackEnd, dump, estimate
 from modelopt_eagle.features.store import SHARD_BYTES, STORAGE_DTYPES
+from modelopt_eagle.recipe.command_line import add_target_options
 
 
-def build_parser(description: str, command: str) -> CommandParser:
-    """The shared options; a back end may add its own."""
+def build_parser(description: str, command: str, weights: bool = False) -> CommandParser:
+    """The shared options; a back end may add its own.
+
+    Args:
+        description, command: see :func:`~modelopt_eagle.common.parser.command_parser`.
+        weights: transformers runs the target; else an engine does, and only its tables are loaded here.
+    """
     example = f"modelopt-eagle {command} --model NAME --input-file chats.jsonl --output-dir features"
     parser = command_parser(command, description, example=example)
     parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
@@ -39,7 +45,6 @@ def build_parser(description: str, command: str) -> CommandParser:
     )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of one forward (default 4096)")
     parser.add_argument("--shard-mib", type=float, default=SHARD_BYTES / 2**20, help="of a shard file (default 256)")
-    parser.add_argument("--chat-template", help="Jinja template, or a file with one, in place of the target's own")
     parser.add_argument(
         "--template-arguments",
         type=json_object,
@@ -53,15 +58,8 @@ def build_parser(description: str, command: str) -> CommandParser:
         help="what a template that prints the date is told; default: the store's own, or today where it is begun",
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenise (default 1)")
-    parser.add_argument("--revision", help="branch, tag or commit of the target on the hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run model code from the checkpoint")
-    parser.add_argument(
-        "--target-dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype the target runs in; auto is float32 on a CPU, else the checkpoint's own",
-    )
     parser.add_argument("--estimate", action="store_true", help="print bytes, time and disk, and write nothing")
+    add_target_options(parser, weights=weights, dtype_option="--target-dtype")
     return parser
 
 

@@ -14,6 +14,7 @@ from modelopt_eagle.common.lists import parse_ids
 from modelopt_eagle.errors import CheckpointError, RecipeError, TargetError
 from modelopt_eagle.export.foreign import LAYOUTS, ReadOptions
 from modelopt_eagle.export.tensors import CONVENTIONS
+from modelopt_eagle.recipe.command_line import add_target_options, table_arguments
 from modelopt_eagle.target.gguf import QUICKSTART_NAME
 from modelopt_eagle.target.identity import local_name
 from modelopt_eagle.target.load import architecture_of, resolve
@@ -27,7 +28,7 @@ def add_reading_options(parser: argparse.ArgumentParser, base_model: bool = True
     """Add the flags that answer what a foreign folder leaves open.
 
     Args:
-        base_model: add ``--base-model`` too, for commands that have none of their own.
+        base_model: add ``--base-model`` too, and how its tables are loaded, for commands that have none of their own.
     """
     group = parser.add_argument_group("answers to what a head of another tool leaves open")
     group.add_argument("--layout", choices=LAYOUTS, help="which tool wrote it; default: told from the folder")
@@ -58,6 +59,7 @@ def add_reading_options(parser: argparse.ArgumentParser, base_model: bool = True
         group.add_argument(
             "--base-model", "--base_model", help="the target: its depth, tokenizer and embedding answer some of these"
         )
+        add_target_options(parser, weights=False, template=False)
 
 
 def read_options(arguments: argparse.Namespace, target: TableTarget | None = None) -> ReadOptions:
@@ -83,7 +85,7 @@ def reading_options(arguments: argparse.Namespace) -> tuple[ReadOptions, object 
         return read_options(arguments), None
     from modelopt_eagle.target import load_target_tables
 
-    target = load_target_tables(arguments.base_model)
+    target = load_target_tables(**table_arguments(arguments, arguments.base_model))
     return read_options(arguments, target), target
 
 

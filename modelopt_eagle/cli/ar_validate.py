@@ -18,6 +18,7 @@ def build_parser() -> CommandParser:
     """The command line."""
     from modelopt_eagle.cli._options import json_object
     from modelopt_eagle.cli._reading import add_reading_options
+    from modelopt_eagle.recipe.command_line import add_target_options
 
     parser = command_parser(
         "ar-validate",
@@ -83,8 +84,6 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the interval's bootstrap, and of answers that are drawn (default 0)"
     )
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of target and head")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     parser.add_argument(
         "--cuda-graph",
         choices=("auto", "on", "off"),
@@ -92,17 +91,12 @@ def build_parser() -> CommandParser:
         help="replay the draft loop from a CUDA graph: on CUDA (auto, the default), on or an error, off",
     )
     parser.add_argument(
-        "--chat_template", help="a Jinja chat template or a file with one, in place of the target's own"
-    )
-    parser.add_argument(
         "--template_arguments",
         type=json_object,
         metavar="JSON",
         help='variables of the chat template, such as {"enable_thinking": false}; default: those the head records',
     )
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="run Python code that the target's repository ships"
-    )
+    add_target_options(parser)
     add_reading_options(parser, base_model=False)
     return parser
 
@@ -242,7 +236,7 @@ def load_pair(arguments: argparse.Namespace):
     from modelopt_eagle.cli._reading import own_target, read_options, recorded_by
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.export.fitting import target_notes
-    from modelopt_eagle.recipe.sections import ModelSection
+    from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.target.identity import tokenizer_hash
@@ -252,15 +246,8 @@ def load_pair(arguments: argparse.Namespace):
     if name is None:
         head = load_draft(arguments.model_path, options=read_options(arguments), quantised=True)
         name = own_target(arguments.model_path, head.config)
-    section = ModelSection(
-        base_model=name,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        chat_template=arguments.chat_template,
-        trust_remote_code=arguments.trust_remote_code,
-    )
     with recorded_by(arguments.model_path, arguments.base_model):
-        target = load_target(**section.load_arguments())
+        target = load_target(**target_arguments(arguments, name))
     if arguments.target_adapter is not None:
         print(f"target adapter {merge_adapter(target, arguments.target_adapter)}, merged")
     module = load_draft(

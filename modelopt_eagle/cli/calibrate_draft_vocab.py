@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from modelopt_eagle.common.parser import CommandParser, command_parser
+from modelopt_eagle.recipe.command_line import add_target_options
 
 ARGMAX_ROWS = 64
 """Conversations that the target is run on."""
@@ -23,14 +24,13 @@ def build_parser() -> CommandParser:
     parser.add_argument("--draft_vocab_size", required=True, type=int, help="tokens the draft can propose")
     parser.add_argument("--save_dir", required=True, type=Path, help="folder for the map and its record")
     parser.add_argument("--max_length", type=int, help="count only this many tokens of each conversation")
-    parser.add_argument("--chat_template", type=Path, help="file with a chat template that replaces the target's own")
     parser.add_argument("--unknown_role", default="fail", choices=("fail", "drop"), help="what an unknown role does")
     parser.add_argument(
         "--role_alias", action="append", default=[], metavar="NAME=ROLE", help="further role name; may be repeated"
     )
     parser.add_argument("--max_rows", type=int, help="read only this many conversations")
     parser.add_argument("--workers", type=int, default=1, help="processes that render (default 1)")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that the target's folder brings")
+    add_target_options(parser)
     measured = parser.add_mutually_exclusive_group()
     measured.add_argument(
         "--argmax_rows",
@@ -60,10 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.target.vision import vision_of
 
     place = resolve(arguments.model)
-    config = load_config(place, trust_remote_code=arguments.trust_remote_code)
-    tokenizer = load_tokenizer(
-        place, trust_remote_code=arguments.trust_remote_code, chat_template=arguments.chat_template
-    )
+    options = (arguments.revision, bool(arguments.trust_remote_code))
+    config, tokenizer = load_config(place, *options), load_tokenizer(place, *options, arguments.chat_template)
     vocab_size = config.get_text_config().vocab_size
     if arguments.draft_vocab_size > vocab_size:  # before the data are read
         raise CheckpointError(
@@ -72,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     if arguments.argmax_rows < 0:
         raise DataError(f"--argmax_rows must be at least 0, found {arguments.argmax_rows}")
-    ends = find_end_token_ids(tokenizer, read_generation_config(place), config, config.get_text_config())
+    ends = find_end_token_ids(
+        tokenizer, read_generation_config(place, arguments.revision), config, config.get_text_config()
+    )
     dataset = prepare_dataset(
         tokenizer,
         arguments.data,
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         max_length=arguments.max_length,
         end_token_ids=ends,
         workers=arguments.workers,
-        vision=vision_of(tokenizer, place, config, trust_remote_code=arguments.trust_remote_code),
+        vision=vision_of(tokenizer, place, config, *options),
     )
     print(dataset.header())
     choice = choose_draft_vocab(dataset.rows, tokenizer, vocab_size, arguments.draft_vocab_size, ends)
@@ -138,20 +138,12 @@ def _predictions(arguments: argparse.Namespace, dataset, tokenizer_hash: str):
 
 
 def _run_target(arguments: argparse.Namespace, rows):
-    import torch
-
     from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.features.compute import compute_rows
+    from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
 
-    gpu = torch.cuda.is_available()
-    target = load_target(
-        arguments.model,
-        dtype="auto" if gpu else "float32",
-        device="cuda" if gpu else "cpu",
-        trust_remote_code=arguments.trust_remote_code,
-        chat_template=arguments.chat_template,
-    )
+    target = load_target(**target_arguments(arguments, arguments.model))
     bar = ProgressBar(len(rows), "target argmax")
     for _, row in compute_rows(target, rows, (0,), batch_tokens=2048):  # a layer must be named; no use is made of it
         yield row.target_top1

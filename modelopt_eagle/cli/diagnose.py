@@ -15,6 +15,7 @@ ANOTHER_IS_BETTER = 1
 def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
+    from modelopt_eagle.recipe.command_line import add_target_options
 
     parser = command_parser(
         "diagnose",
@@ -33,12 +34,8 @@ def build_parser() -> CommandParser:
     parser.add_argument("--num_samples", type=int, default=8, help="take this many, spread evenly (default 8)")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="length of an answer (default 64)")
     parser.add_argument("--num_steps", type=int, default=3, help="drafted tokens (default 3)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the target")
-    parser.add_argument("--device", default="cpu", help="of the target and the head (cpu)")
-    parser.add_argument(
-        "--chat_template", help="a Jinja chat template or a file with one, in place of the target's own"
-    )
     parser.add_argument("--json", type=Path, help="write every number there")
+    add_target_options(parser, dtype="float32", device="cpu")
     add_reading_options(parser, base_model=False)
     return parser
 
@@ -53,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.cli.ar_validate import warn_of_another_template
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.export import load_draft
+    from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.validation.diagnose import diagnose
@@ -64,9 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     prompts = load_prompts(arguments.prompts, arguments.num_samples)
     with recorded_by(arguments.model_path, arguments.base_model):
-        target = load_target(
-            name, dtype=arguments.dtype, device=arguments.device, chat_template=arguments.chat_template
-        )
+        target = load_target(**target_arguments(arguments, name))
     module = load_draft(
         arguments.model_path, vocab_size=target.vocab_size, dtype="float32", options=read_options(arguments, target)
     )

@@ -10,17 +10,15 @@ def open_back_end(args):
     from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
     from modelopt_eagle.features.dump import EngineBackEnd
     from modelopt_eagle.features.engines.tensorrt_llm import TrtllmFeatures
+    from modelopt_eagle.recipe.command_line import table_arguments
     from modelopt_eagle.target import load_target_tables
 
-    tables = load_target_tables(
-        args.model,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-        chat_template=args.chat_template,
-    )
+    tables = load_target_tables(**table_arguments(args, args.model))
     layers = tables.config.num_hidden_layers
     ids = check_layer_ids(parse_layers(args.aux_layers) or default_layer_ids(layers), layers)
-    engine = TrtllmFeatures(args.model, ids, args.tensor_parallel)
+    options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    given = {name: value for name, value in options.items() if value is not None}
+    engine = TrtllmFeatures(args.model, ids, args.tensor_parallel, given)
     return EngineBackEnd(tables, ids, engine.states, final_is_normed=True)
 
 

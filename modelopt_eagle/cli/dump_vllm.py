@@ -10,18 +10,14 @@ def open_back_end(args):
     from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
     from modelopt_eagle.features.dump import EngineBackEnd
     from modelopt_eagle.features.engines.vllm import VllmFeatures, context_length
+    from modelopt_eagle.recipe.command_line import table_arguments
     from modelopt_eagle.target import load_target_tables
     from modelopt_eagle.target.load import resolve
 
-    tables = load_target_tables(
-        args.model,
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-        chat_template=args.chat_template,
-    )
+    tables = load_target_tables(**table_arguments(args, args.model))
     layers = tables.config.num_hidden_layers
     ids = check_layer_ids(parse_layers(args.aux_layers) or default_layer_ids(layers), layers)
-    options = {"trust_remote_code": args.trust_remote_code}
+    options = {"trust_remote_code": bool(args.trust_remote_code)}
     if args.gpu_memory is not None:
         options["gpu_memory_utilization"] = args.gpu_memory
     engine = None
@@ -49,6 +45,10 @@ def open_back_end(args):
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = build_parser(__doc__, "dump-vllm")
+    parser.add_argument(
+        "--target-dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
+        help="numbers that vLLM runs the target in; auto: float32 on a CPU, else its checkpoint's",
+    )  # fmt: skip
     parser.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the target (default 1)")
     parser.add_argument("--gpu-memory", type=float, help="share of a device's memory for vLLM")
     return run(parser, open_back_end, argv)

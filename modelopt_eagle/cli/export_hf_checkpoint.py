@@ -12,6 +12,7 @@ from modelopt_eagle.errors import ExportError
 def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
+    from modelopt_eagle.recipe.command_line import add_target_options
 
     parser = command_parser(
         "export-hf-checkpoint",
@@ -63,6 +64,7 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the folder to the hub afterwards")
     add_reading_options(parser, base_model=False)
+    add_target_options(parser, weights=False, template=False)
     return parser
 
 

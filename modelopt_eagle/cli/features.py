@@ -9,6 +9,7 @@ from modelopt_eagle.common.lists import parse_ids
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.store import STORAGE_DTYPES, maintenance
+from modelopt_eagle.recipe.command_line import add_target_options
 
 
 def build_parser() -> CommandParser:
@@ -23,8 +24,8 @@ def build_parser() -> CommandParser:
     verify.add_argument("--drop-bad", action="store_true", help="delete bad shards; the next dump redoes their rows")
     verify.add_argument("--model", help="also compute some rows again with this target, and compare")
     verify.add_argument("--sample", type=int, default=8, metavar="N", help="how many rows, with --model (default 8)")
-    verify.add_argument("--device", default="auto", help="where the target of --model runs")
     _add_answers(verify)
+    add_target_options(verify, template=False)
     merge = actions.add_parser("merge", help="join the manifests of all --shard i/n workers into manifest.json")
     merge.add_argument("folder", metavar="DIR")
     foreign = actions.add_parser(
@@ -35,6 +36,7 @@ def build_parser() -> CommandParser:
     foreign.add_argument("--output-dir", required=True, help="the store to write; goes on if it was begun")
     _add_answers(foreign)
     foreign.add_argument("--dtype", default="bfloat16", choices=list(STORAGE_DTYPES), help="default bfloat16")
+    add_target_options(foreign, weights=False, template=False)
     return parser
 
 
@@ -101,11 +103,10 @@ def _verify_sample(args) -> int:
     """Number of rows that are not the target's."""
     from modelopt_eagle.features.checks import lines, recompute
     from modelopt_eagle.features.foreign.reader import open_reader
-    from modelopt_eagle.recipe import load_recipe
+    from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
 
-    recipe = load_recipe(None, [f"model.base_model={args.model}", f"model.device={args.device}"])
-    target = load_target(**recipe.model.load_arguments())
+    target = load_target(**target_arguments(args, args.model))
     reader = open_reader(args.folder, target, verify="read", **_answers(args))
     checks = recompute(reader, target, args.sample)
     print("\n".join(lines(checks, reader.contract.aux_layer_ids)))
@@ -125,9 +126,10 @@ def _import(args) -> int:
     from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.features.dump import import_rows
     from modelopt_eagle.features.foreign.reader import open_offline
+    from modelopt_eagle.recipe.command_line import table_arguments
     from modelopt_eagle.target import load_target_tables
 
-    tables = load_target_tables(args.model)
+    tables = load_target_tables(**table_arguments(args, args.model))
     source = open_offline(args.folder, tables, **_answers(args))
     bar = ProgressBar(len(source.lengths), "import")
     made = import_rows(source, args.output_dir, args.dtype, progress=bar.advance)

@@ -13,6 +13,7 @@ from modelopt_eagle.errors import ExportError
 def build_parser() -> CommandParser:
     """The options."""
     from modelopt_eagle.cli._reading import add_reading_options
+    from modelopt_eagle.recipe.command_line import add_target_options
 
     parser = command_parser(
         "quantize-drafter",
@@ -44,6 +45,7 @@ def build_parser() -> CommandParser:
         "--max_drop", type=float, default=0.02, help="largest loss of acceptance length that is exported (default 0.02)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export, whole")
+    add_target_options(parser, dtype="float32", device="cpu")
     add_reading_options(parser, base_model=False)
     return parser
 
@@ -93,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.export import read_head
     from modelopt_eagle.export.quantize import feed, quantize_drafter
+    from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.validation import measure_acceptance
@@ -102,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         head = read_head(arguments.model_path, options=read_options(arguments))
         name = own_target(arguments.model_path, head.config)
     with recorded_by(arguments.model_path, arguments.base_model):
-        target = load_target(name)
+        target = load_target(**target_arguments(arguments, name))
     identity = target.identity()
     head = read_head(
         arguments.model_path,

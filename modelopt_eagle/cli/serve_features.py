@@ -16,6 +16,7 @@ from modelopt_eagle.common.package import search_path
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import check_bind, check_free
+from modelopt_eagle.recipe.command_line import add_target_options, target_arguments
 
 TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 
@@ -39,13 +40,11 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--max-length", type=int, default=4096, help="longest row in tokens (default 4096)")
     parser.add_argument("--max-gib", type=float, default=4.0, help="memory for states not fetched yet (default 4 GiB)")
-    parser.add_argument("--dtype", default="auto", help="of the target (default auto: float32 on a CPU, else its own)")
-    parser.add_argument("--device", default="auto", help="hf engine: where the target runs (default auto)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="vllm engine: devices that share the target")
     parser.add_argument("--engine-python", default=sys.executable, help="the Python that has vLLM (default: this one)")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--print", action="store_true", help="print vLLM's command instead of running it")
     parser.add_argument("engine_options", nargs="*", metavar="-- OPTION", help="further options of vllm serve")
+    add_target_options(parser, template=False)  # the trainer renders
     return parser
 
 
@@ -69,7 +68,7 @@ def _address(host: str, port: int) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse numbers that make no sense.
+    """Refuse numbers that make no sense, and options of the other engine.
 
     Raises:
         StreamError: names the option.
@@ -79,6 +78,10 @@ def _check(args: argparse.Namespace) -> None:
             raise StreamError(f"--{name.replace('_', '-')} takes a port, 1 to 65535; found {getattr(args, name)}")
     if args.port == args.feature_port:
         raise StreamError(f"--port and --feature-port must be two ports; found {args.port} for both")
+    if args.engine == "vllm" and (args.device != "auto" or args.attn_implementation is not None):
+        raise StreamError(
+            "--device and --attn-implementation are of the hf engine: leave them out, or give vllm serve's behind --"
+        )
     for name in ("max_length", "max_gib", "tensor_parallel"):
         if getattr(args, name) <= 0:
             raise StreamError(f"--{name.replace('_', '-')} must be above 0; found {getattr(args, name)}")
@@ -90,13 +93,13 @@ def vllm_command(args: argparse.Namespace) -> list[str]:
     from modelopt_eagle.features.engines.vllm import context_length, speculative_config, transfer_config
     from modelopt_eagle.target.load import load_config, resolve
 
-    place = resolve(args.model)
-    config = load_config(place, args.revision, "--trust-remote-code" in args.engine_options).get_text_config()
+    place, own_code = resolve(args.model), args.trust_remote_code or "--trust-remote-code" in args.engine_options
+    config = load_config(place, args.revision, own_code).get_text_config()
     layers = config.num_hidden_layers
     ids = check_layer_ids(_layers(args) or default_layer_ids(layers), layers)
     transfer = transfer_config(_address(args.host, args.feature_port), int(args.max_gib * 2**30))
     command = [args.engine_python, "-m", "modelopt_eagle.features.engines.vllm_serve", str(place)]
-    command += ["--host", args.host, "--port", str(args.port), "--dtype", args.dtype]
+    command += ["--host", args.host, "--port", str(args.port), "--dtype", args.target_dtype]
     command += ["--max-model-len", str(context_length(config, args.max_length))]
     command += ["--tensor-parallel-size", str(args.tensor_parallel)]
     command += ["--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log"]
@@ -104,6 +107,8 @@ def vllm_command(args: argparse.Namespace) -> list[str]:
     command += ["--kv-transfer-config", json.dumps(transfer)]
     if args.revision:
         command += ["--revision", args.revision]
+    if args.trust_remote_code and "--trust-remote-code" not in args.engine_options:
+        command += ["--trust-remote-code"]
     return command + args.engine_options
 
 
@@ -161,8 +166,6 @@ def _check_ports(args) -> None:
 
 
 def _serve_target(args, token: str | None) -> int:
-    import torch
-
     from modelopt_eagle.features.stream.target_server import TargetServer
     from modelopt_eagle.target import load_target
 
@@ -171,9 +174,7 @@ def _serve_target(args, token: str | None) -> int:
             "--print, --tensor-parallel and options behind -- are of the vllm engine; leave them out with hf"
         )
     _check_ports(args)
-    on_cpu = args.device == "cpu" or (args.device == "auto" and not torch.accelerator.is_available())
-    dtype = "float32" if args.dtype == "auto" and on_cpu else args.dtype
-    target = load_target(args.model, dtype=dtype, device="cpu" if on_cpu else args.device, revision=args.revision)
+    target = load_target(**target_arguments(args, args.model))
     server = TargetServer(
         target,
         _layers(args),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def build_parser() -> CommandParser:
     """The command line."""
     from modelopt_eagle.cli._options import json_object
+    from modelopt_eagle.recipe.command_line import add_target_options
 
     parser = command_parser(
         "synthesize-answers",
@@ -42,19 +43,13 @@ def build_parser() -> CommandParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling, with --temperature")
     parser.add_argument("--num_samples", type=int, help="answer only this many prompts, spread evenly over the input")
     parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="of the target; auto is float32 without a GPU",
-    )
-    parser.add_argument("--chat_template", type=Path, help="file with a chat template that replaces the target's own")
-    parser.add_argument(
         "--template_arguments",
         type=json_object,
         default={},
         metavar="JSON",
         help='variables of the chat template for every prompt, such as {"enable_thinking": false}; a prompt\'s own win',
     )
+    add_target_options(parser)
     server = parser.add_argument_group("answers by running servers, in place of the model in this process")
     server.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers: http://HOST:PORT ...")
     server.add_argument("--concurrency", type=int, default=16, help="requests under way at a time (default 16)")
@@ -74,11 +69,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import torch
-
     from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.errors import DataError
+    from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
     from modelopt_eagle.validation.synthesis import SynthesisSettings, missing_prompts, prepare_output, synthesize
 
@@ -99,11 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not left:
         return 0
 
-    gpu = torch.cuda.is_available()
-    dtype = ("auto" if gpu else "float32") if arguments.dtype == "auto" else arguments.dtype
-    target = load_target(
-        arguments.model, dtype=dtype, device="cuda" if gpu else "cpu", chat_template=arguments.chat_template
-    )
+    target = load_target(**target_arguments(arguments, arguments.model))
     bar = ProgressBar(left, "answers")
     cut = 0
 

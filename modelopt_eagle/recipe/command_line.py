@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import typing
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe.loader import SHORT, load_recipe
 from modelopt_eagle.recipe.recipe import Recipe
+from modelopt_eagle.recipe.sections import ModelSection
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, default: str | None = None, said: str | None = None) -> None:
@@ -27,20 +30,99 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, default: str | None = 
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values in place of the recipe's (docs/recipes.md)"
     )
+    add_target_options(parser, of_a_recipe=True)
+
+
+def add_target_options(
+    parser: argparse.ArgumentParser,
+    *,
+    of_a_recipe: bool = False,
+    weights: bool = True,
+    template: bool = True,
+    dtype: str = "auto",
+    device: str = "auto",
+    dtype_option: str = "--dtype",
+) -> None:
+    """Add the options that say how a target is loaded; the same ones in every command that loads one.
+
+    Args:
+        parser: the command's parser.
+        of_a_recipe: the recipe says what is not given; else the defaults are :class:`ModelSection`'s.
+        weights: the target runs; else only its tables and its tokenizer are read, which have no attention.
+        template: its chat template is used.
+        dtype, device: defaults of a command that wants others.
+        dtype_option: its name where ``--dtype`` is that of something else.
+    """
+    group = parser.add_argument_group("how the target is loaded")
+    instead = "; default: the recipe's" if of_a_recipe else ""
+    group.add_argument("--revision", metavar="NAME", help=f"branch, tag or commit on the hub{instead}")
+    group.add_argument(
+        "--trust_remote_code", action="store_const", const=True, help="run Python code that its repository ships"
+    )
+    if template:
+        group.add_argument(
+            "--chat_template", metavar="FILE", help="a Jinja chat template, or a file with one, in place of its own"
+        )
+    if not weights:
+        return
+    fields = ModelSection.model_fields
+    dtypes = typing.get_args(fields["dtype"].annotation)
+    group.add_argument(
+        dtype_option, dest="target_dtype", choices=dtypes if of_a_recipe else (*dtypes, "float16"),
+        default=None if of_a_recipe else dtype,
+        help="numbers that it runs in; auto: float32 on a CPU, else its checkpoint's"
+        + (instead or f" (default {dtype})"),
+    )  # fmt: skip
+    group.add_argument(
+        "--device", default=None if of_a_recipe else device, metavar="NAME",
+        help="auto (all accelerators, or the CPU), cpu, cuda, cuda:1, ..." + (instead or f" (default {device})"),
+    )  # fmt: skip
+    group.add_argument(
+        "--attn_implementation", choices=typing.get_args(fields["attn_implementation"].annotation),
+        help="its attention in transformers" + (instead or " (default sdpa)"),
+    )  # fmt: skip
+
+
+_TARGET_KEYS = {
+    "revision": "revision", "trust_remote_code": "trust_remote_code", "chat_template": "chat_template",
+    "target_dtype": "dtype", "device": "device", "attn_implementation": "attn_implementation",
+}  # fmt: skip
+
+
+def target_section(args: argparse.Namespace, name: str) -> ModelSection:
+    """The section ``model`` that the options of :func:`add_target_options` describe, for the target of this name."""
+    given = {key: getattr(args, option, None) for option, key in _TARGET_KEYS.items()}
+    if given["dtype"] == "float16":  # not one to train with; see target_arguments
+        given["dtype"] = "bfloat16"
+    return ModelSection(base_model=name, **{key: value for key, value in given.items() if value is not None})
+
+
+def target_arguments(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Arguments of ``load_target`` from the options of :func:`add_target_options`."""
+    found = target_section(args, name).load_arguments()
+    return {**found, "dtype": "float16"} if getattr(args, "target_dtype", None) == "float16" else found
+
+
+def table_arguments(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Arguments of ``load_target_tables`` from the same options, in the numbers of its files, on the CPU."""
+    found = target_section(args, name)
+    keys = ("revision", "trust_remote_code", "chat_template")
+    return {"name": name, **{key: getattr(found, key) for key in keys}}
 
 
 def recipe_from_arguments(args: argparse.Namespace, flags: Iterable[tuple[str, object]] = ()) -> Recipe:
     """The recipe that parsed arguments describe.
 
     Args:
-        args: with ``recipe`` and ``overrides``, of ``add_recipe_arguments``.
+        args: with ``recipe``, ``overrides`` and how the target is loaded, of ``add_recipe_arguments``.
         flags: ``("section.key", value)`` of the command's own flags; None means not given. They are applied before
             the overrides.
 
     Raises:
         RecipeError: as ``load_recipe``.
     """
-    given = [f"{name}={_as_yaml(value)}" for name, value in flags if value is not None]
+    own = [(f"model.{key}", getattr(args, option, None)) for option, key in _TARGET_KEYS.items()]
+    given = [f"{name}={_as_yaml(value)}" for name, value in (*own, *flags) if value is not None]
     return load_recipe(args.recipe, [*given, *args.overrides])
 
 

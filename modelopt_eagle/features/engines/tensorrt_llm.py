@@ -21,8 +21,16 @@ from modelopt_eagle.errors import FeatureError
 ROWS_AT_A_TIME = 64
 
 
-def open_engine(model: str, aux_layer_ids: Sequence[int], folder: Path, tensor_parallel_size: int = 1) -> Callable:
+def open_engine(
+    model: str, aux_layer_ids: Sequence[int], folder: Path, tensor_parallel_size: int = 1, options: dict | None = None
+) -> Callable:
     """Start TensorRT-LLM; returns ``generate(token id lists)``, which leaves the states in ``folder``.
+
+    Args:
+        model: hub id or local folder.
+        aux_layer_ids: canonical ids.
+        folder: where the engine writes.
+        tensor_parallel_size, options: passed to ``tensorrt_llm.LLM``.
 
     Raises:
         MissingExtraError: TensorRT-LLM is not installed.
@@ -42,6 +50,7 @@ def open_engine(model: str, aux_layer_ids: Sequence[int], folder: Path, tensor_p
             file_prefix="states",
             eagle3_layers_to_capture=set(aux_layer_ids),
         ),
+        **(options or {}),
     )
     sampling = trtllm.SamplingParams(max_tokens=1, temperature=0)
     return lambda prompts: engine.generate(prompts, sampling)
@@ -106,14 +115,16 @@ class TrtllmFeatures:
     """An engine that is started when the first row is asked for.
 
     Args:
-        model, aux_layer_ids, tensor_parallel_size: see :func:`open_engine`.
+        model, aux_layer_ids, tensor_parallel_size, options: see :func:`open_engine`.
     """
 
-    def __init__(self, model: str, aux_layer_ids: Sequence[int], tensor_parallel_size: int = 1):
-        self._model, self._layers, self._parallel = model, aux_layer_ids, tensor_parallel_size
+    def __init__(
+        self, model: str, aux_layer_ids: Sequence[int], tensor_parallel_size: int = 1, options: dict | None = None
+    ):
+        self._model, self._layers, self._parallel, self._options = model, aux_layer_ids, tensor_parallel_size, options
 
     def states(self, rows: Sequence) -> Iterator[tuple[int, Tensor, Tensor]]:
         """See :func:`states`."""
         with tempfile.TemporaryDirectory(prefix="eagle-states-") as folder:
-            generate = open_engine(self._model, self._layers, Path(folder), self._parallel)
+            generate = open_engine(self._model, self._layers, Path(folder), self._parallel, self._options)
             yield from states(rows, generate, Path(folder))
