@@ -129,7 +129,8 @@ def test_training_ends_when_acceptance_grows_no_longer(tiny_target_dir, tmp_path
         return better
 
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    result = run(tiny_target_dir, tmp_path, "training.eval_steps=1", "training.early_stopping=2", "training.epochs=4")
+    options = ("training.eval_steps=1", "training.early_stopping=2", "training.epochs=4")
+    result = run(tiny_target_dir, tmp_path, *options, f"data.eval_path={tmp_path / 'rows.jsonl'}")
     assert result.finished and result.steps == 4 and result.acceptance_length == 1.4
     assert result.best_checkpoint.name == "checkpoint-2"
 
