@@ -1,8 +1,9 @@
 """Conversations out of files: both schemas, roles mapped by name, every row accounted for."""
 
+import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def read_conversations(
     Raises:
         DataError: a file that cannot be read, an unknown role under ``fail``, or no row left.
     """
-    return _collect(read_rows(sources, SHIPPED), unknown_role, role_aliases, max_rows, columns, text_boundary)
+    return _collected(read_rows(sources, SHIPPED), unknown_role, role_aliases, max_rows, columns, text_boundary)
 
 
 def conversations_of(
@@ -113,41 +114,73 @@ def conversations_of(
     Raises:
         DataError: as :func:`read_conversations`, or something that is no dictionary.
     """
-    return _collect(rows_in_memory(rows, name), unknown_role, role_aliases, max_rows, columns, text_boundary)
+    return _collected(rows_in_memory(rows, name), unknown_role, role_aliases, max_rows, columns, text_boundary)
 
 
-def _collect(
-    rows: Iterable[SourceRow],
-    unknown_role: str,
-    role_aliases: Mapping[str, str] | None,
-    max_rows: int | None,
-    columns: Mapping[str, str] | None,
-    text_boundary: str | Sequence[str] | None,
-) -> ConversationSet:
-    if unknown_role not in ("fail", "drop"):
-        raise DataError(f"unknown_role must be fail or drop, found {unknown_role!r}")
-    for name, role in (role_aliases or {}).items():
-        if role not in ("system", "user", "assistant"):
-            raise DataError(f"the role alias {name}={role} must map to system, user or assistant")
-    report = DataReport()
-    kept: list[Conversation] = []
-    seen: dict[str, tuple[int, tuple]] = {}  # id → number of its file, content
-    for index, row in enumerate(itertools.islice(rows, max_rows)):
-        report.read += 1
-        try:
-            row = renamed(row, columns)
-            made = _made_already(row, index, text_boundary) or _conversation(row, index, role_aliases, report)
-            conversation = _unique(made, row, seen, report)
-        except RowRejected as error:
-            if error.reason == "unknown_role" and unknown_role == "fail":
-                raise
-            report.drop(error.reason, str(error))
-            continue
-        seen[conversation.id] = (row.source, (conversation.messages, conversation.text, conversation.tokens))
-        kept.append(conversation)
-    if not kept:
-        raise DataError(f"no usable conversation among {report.read} rows: {report.reasons() or 'no rows'}")
-    return ConversationSet(kept, report)
+def _collected(rows: Iterable[SourceRow], *options) -> ConversationSet:
+    stream = ConversationStream(rows, *options)
+    return ConversationSet(list(stream), stream.report)
+
+
+class ConversationStream:
+    """The conversations of some rows, one by one: none is held here. Can be gone through once.
+
+    Args:
+        rows: of files, or of memory.
+        unknown_role, role_aliases, max_rows, columns, text_boundary: as for :func:`read_conversations`.
+
+    Attributes:
+        report: the account of the rows read so far.
+
+    Raises:
+        DataError: an option of no meaning; while it is gone through, as :func:`read_conversations`.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[SourceRow],
+        unknown_role: str = "fail",
+        role_aliases: Mapping[str, str] | None = None,
+        max_rows: int | None = None,
+        columns: Mapping[str, str] | None = None,
+        text_boundary: str | Sequence[str] | None = None,
+    ):
+        if unknown_role not in ("fail", "drop"):
+            raise DataError(f"unknown_role must be fail or drop, found {unknown_role!r}")
+        for name, role in (role_aliases or {}).items():
+            if role not in ("system", "user", "assistant"):
+                raise DataError(f"the role alias {name}={role} must map to system, user or assistant")
+        self.report = DataReport()
+        self._rows = itertools.islice(rows, max_rows)
+        self._unknown_role, self._aliases = unknown_role, role_aliases
+        self._columns, self._text_boundary = columns, text_boundary
+
+    def __iter__(self) -> Iterator[Conversation]:
+        report, kept = self.report, 0
+        seen: dict[str, tuple[int, bytes]] = {}  # id → number of its file, hash of the content
+        for index, row in enumerate(self._rows):
+            report.read += 1
+            try:
+                row = renamed(row, self._columns)
+                made = _made_already(row, index, self._text_boundary)
+                made = made or _conversation(row, index, self._aliases, report)
+                conversation = _unique(made, row, seen, report)
+            except RowRejected as error:
+                if error.reason == "unknown_role" and self._unknown_role == "fail":
+                    raise
+                report.drop(error.reason, str(error))
+                continue
+            seen[conversation.id] = (row.source, _content(conversation))
+            kept += 1
+            yield conversation
+        if not kept:
+            raise DataError(f"no usable conversation among {report.read} rows: {report.reasons() or 'no rows'}")
+
+
+def _content(conversation: Conversation) -> bytes:
+    """Sixteen bytes that say what a conversation holds, its name apart."""
+    content = repr((conversation.messages, conversation.text, conversation.tokens))
+    return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _unique(conversation: Conversation, row: SourceRow, seen: Mapping, report: DataReport) -> Conversation:
@@ -159,7 +192,7 @@ def _unique(conversation: Conversation, row: SourceRow, seen: Mapping, report: D
     if conversation.id not in seen:
         return conversation
     source, content = seen[conversation.id]
-    if source == row.source or content == (conversation.messages, conversation.text, conversation.tokens):
+    if source == row.source or content == _content(conversation):
         raise RowRejected("duplicate_id", f"{row.place}: the id {conversation.id!r} is taken by an earlier row")
     renamed = replace(conversation, id=f"{conversation.id}@{row.source + 1}")
     if renamed.id in seen:

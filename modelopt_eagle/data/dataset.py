@@ -1,16 +1,17 @@
 """Conversations to token rows with their supervised flags: the data set that training and vocabulary read."""
 
+import contextlib
 import itertools
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from modelopt_eagle.data.conversations import Conversation, ConversationSet, conversations_of, read_conversations
+from modelopt_eagle.data.conversations import Conversation, ConversationSet, ConversationStream
 from modelopt_eagle.data.encode import (
     TokenizedRow,
     apply_generation_tags,
@@ -18,7 +19,9 @@ from modelopt_eagle.data.encode import (
     encode_rows,
     uses_generation_tags,
 )
+from modelopt_eagle.data.files import SHIPPED, read_rows, rows_in_memory
 from modelopt_eagle.data.images import expand_images
+from modelopt_eagle.data.packed import PackedRows, RowPacker
 from modelopt_eagle.data.report import DataReport, RowRejected
 from modelopt_eagle.data.served import RenderedRow, Supervision, render_conversation
 from modelopt_eagle.data.special import SpecialTokens
@@ -26,20 +29,21 @@ from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.identity import template_hash
 
 _CHUNK = 128  # conversations tokenised in one call
+_AHEAD = 8  # calls that are read ahead for each process that tokenises
 
 
 @dataclass
 class TokenizedDataset:
     """Rows, the account of how they came to be, and the hash of the template that rendered them."""
 
-    rows: list[TokenizedRow]
+    rows: PackedRows
     report: DataReport
     template_hash: str
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row."""
-        return [len(row.input_ids) for row in self.rows]
+        return self.rows.lengths
 
     def header(self) -> str:
         """What to print at the head of a run."""
@@ -77,12 +81,12 @@ def render(tokenizer, conversation: Conversation, **options) -> list[TokenizedRo
     Raises:
         DataError: the conversation was dropped; the message says why.
     """
-    return tokenize_conversations(tokenizer, [conversation], **options).rows
+    return list(tokenize_conversations(tokenizer, [conversation], **options).rows)
 
 
 def tokenize_conversations(
     tokenizer,
-    conversations: ConversationSet | Sequence[Conversation],
+    conversations: ConversationSet | ConversationStream | Sequence[Conversation],
     *,
     max_length: int | None = None,
     target_window: int | None = None,
@@ -93,12 +97,14 @@ def tokenize_conversations(
     supervise_tool_calls: bool = True,
     workers: int = 1,
     vision=None,
+    folder: Path | None = None,
 ) -> TokenizedDataset:
     """Render, tokenise and mark every conversation.
 
     Args:
         tokenizer: the target's, with its chat template.
-        conversations: what :func:`read_conversations` returned; its report is continued.
+        conversations: what :func:`read_conversations` returned, or a stream, of which a few hundred conversations
+            are held at a time; the report is continued.
         max_length: training window in tokens; None: no limit.
         target_window: positions that the target has; a longer window is set to it, and the header says so.
         overlong: ``"truncate"`` cuts a longer row at its end, ``"drop"`` leaves it out; both are counted.
@@ -109,9 +115,11 @@ def tokenize_conversations(
         supervise_tool_calls: learn the calls of tools; False makes them context.
         workers: processes that render; 1 renders here.
         vision: ``Target.vision``, which reads the images of conversations; without it those with images are dropped.
+        folder: where the tokens are kept, see :class:`~modelopt_eagle.data.packed.RowPacker`; ``None``: in memory.
 
     Raises:
-        DataError: no supervised token at all, a bad option, or a tokenizer without chat template.
+        DataError: no supervised token at all, a bad option, a folder that cannot be written, or a tokenizer without
+            chat template.
         TargetError: conversations with images, and a target whose processor cannot be loaded.
     """
     if overlong not in ("truncate", "drop"):
@@ -121,19 +129,25 @@ def tokenize_conversations(
     if workers < 1:
         raise DataError(f"workers must be at least 1, found {workers}")
     if isinstance(conversations, ConversationSet):
-        items, report = conversations.rows, conversations.report
+        items, source = iter(conversations.rows), conversations.report
+    elif isinstance(conversations, ConversationStream):
+        items, source = iter(conversations), conversations.report
     else:
-        items, report = list(conversations), DataReport(read=len(conversations))
+        items, source = iter(conversations), DataReport(read=len(conversations))
     limited = target_window is not None and (max_length is None or max_length > target_window)
     max_length = target_window if limited else max_length
-    report = _continued(report, max_length, target_window if limited else None)
     supervision = Supervision(supervise_reasoning, supervise_tool_calls)
     options = _Options(max_length, overlong, tuple(end_token_ids), supervise_cut_ends, vision, supervision)
-    chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
-    rows: list[TokenizedRow] = []
-    for part, partial in _map(tokenizer, chunks, options, workers):
-        rows += part
-        _add(report, partial)
+    chunks = iter(lambda: list(itertools.islice(items, _CHUNK)), [])
+    packer, made = RowPacker(folder), DataReport()
+    with contextlib.closing(packer):
+        for part, partial in _map(tokenizer, chunks, options, workers):
+            for row in part:
+                packer.add(row)
+            _add(made, partial)
+    rows = packer.finish()
+    report = _continued(source, max_length, target_window if limited else None)  # a stream has now counted its rows
+    _add(report, made)
     report.check_complete()
     if not report.supervised:
         reasons = report.reasons() or "the answers are empty"
@@ -157,11 +171,9 @@ def prepare_dataset(
     text_boundary: str | Sequence[str] | None = None,
     **options,
 ) -> TokenizedDataset:
-    """:func:`read_conversations`, then :func:`tokenize_conversations` with ``options``."""
-    found = read_conversations(
-        sources, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows, columns=columns,
-        text_boundary=text_boundary,
-    )  # fmt: skip
+    """:func:`tokenize_conversations` with ``options`` of what :func:`read_conversations` reads, a part at a time."""
+    rows = read_rows(sources, SHIPPED)
+    found = ConversationStream(rows, unknown_role, role_aliases, max_rows, columns, text_boundary)
     return tokenize_conversations(tokenizer, found, **options)
 
 
@@ -178,22 +190,27 @@ def prepare_rows(
     **options,
 ) -> TokenizedDataset:
     """:func:`prepare_dataset` for rows in memory: see :func:`~modelopt_eagle.data.files.rows_in_memory`."""
-    found = conversations_of(
-        rows, name=name, unknown_role=unknown_role, role_aliases=role_aliases, max_rows=max_rows, columns=columns,
-        text_boundary=text_boundary,
-    )  # fmt: skip
+    found = ConversationStream(rows_in_memory(rows, name), unknown_role, role_aliases, max_rows, columns, text_boundary)
     return tokenize_conversations(tokenizer, found, **options)
 
 
-def _map(tokenizer, chunks, options: _Options, workers: int):
-    if workers == 1 or len(chunks) < 2:
-        yield from (_tokenize_chunk(tokenizer, chunk, options) for chunk in chunks)
+def _map(tokenizer, chunks: Iterator[list[Conversation]], options: _Options, workers: int):
+    """What :func:`_tokenize_chunk` makes of each chunk, in order."""
+    first = list(itertools.islice(chunks, 2))
+    if workers == 1 or len(first) < 2:
+        yield from (_tokenize_chunk(tokenizer, chunk, options) for chunk in itertools.chain(first, chunks))
         return
     # spawned, not forked: the caller may hold threads and devices; the tokenizer is sent once a process
     with ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(tokenizer, options)
     ) as pool:
-        yield from pool.map(_work, chunks, chunksize=4)
+        begun: deque[Future] = deque()
+        for chunk in itertools.chain(first, chunks):
+            begun.append(pool.submit(_work, chunk))
+            if len(begun) >= _AHEAD * workers:  # what has been read and not yet tokenised is held in memory
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
 
 
 _WORKER: dict[str, Any] = {}  # tokenizer and options of a process that tokenises

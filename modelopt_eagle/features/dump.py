@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from modelopt_eagle.data.packed import chosen_rows, row_lengths
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureContract, FeatureRow
 from modelopt_eagle.features.compute import check_tokens, compute_features, compute_rows, finish_row, length_batches
@@ -76,7 +77,7 @@ class TargetBackEnd:
 
     def tokens_per_second(self, rows: Sequence) -> float:
         """Rate of the target over a few rows of middling length, after one batch to warm up."""
-        batches = length_batches([len(row.input_ids) for row in rows], self._batch_tokens)
+        batches = length_batches(row_lengths(rows), self._batch_tokens)
         sample = [rows[i] for i in batches[len(batches) // 2]]
         compute_features(self._target, sample[:1], self.contract.aux_layer_ids)
         begun = time.perf_counter()
@@ -193,7 +194,7 @@ def estimate(
     if is_store(folder):
         found = read_manifests(folder).values()
         done = {index for manifest in found for shard in manifest.shards for index in shard.indices}
-    mine = [rows[i] for i in rows_to_make(rows, done, worker)]
+    mine = chosen_rows(rows, rows_to_make(rows, done, worker))
     tokens = sum(len(row.input_ids) for row in mine)
     supervised = sum(sum(row.supervised) for row in mine)
     contract = replace(back_end.contract, dtype=dtype)
@@ -256,7 +257,7 @@ def dump(
         mine, missing = rows_to_make(rows, set(), worker), rows_to_make(rows, writer.done, worker)
         before = len(mine) - len(missing)
         if missing and hasattr(back_end, "check"):
-            back_end.check([rows[i] for i in missing])
+            back_end.check(chosen_rows(rows, missing))
         if begin is not None:
             begin(before, sum(len(rows[i].input_ids) for i in missing))
         made = 0
@@ -282,9 +283,9 @@ def _made(back_end: BackEnd, rows: Sequence, mine: list[int], missing: list[int]
     if len(missing) < len(mine) and hasattr(back_end, "remaining"):
         left = set(missing)
         done = {number for number, index in enumerate(mine) if index not in left}
-        places, made = mine, back_end.remaining([rows[i] for i in mine], done)
+        places, made = mine, back_end.remaining(chosen_rows(rows, mine), done)
     else:
-        places, made = missing, back_end.features([rows[i] for i in missing])
+        places, made = missing, back_end.features(chosen_rows(rows, missing))
     for number, row in made:
         _check_number(number, len(places))
         yield places[number], row

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from modelopt_eagle.common.files import file_lock
+from modelopt_eagle.data.packed import chosen_rows, row_lengths
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
 from modelopt_eagle.features.compute import check_tokens
@@ -158,8 +159,8 @@ class HybridSource(PlannedSource):
         self.skipped = len(self._rows) - len(self._served)
         if not self._served:
             raise FeatureError(f"{folder} holds no row of this data set, and on_missing is skip: nothing to train on")
-        self.rows = [self._rows[index] for index in self._served]
-        self.lengths = [len(row.input_ids) for row in self.rows]
+        self.rows = chosen_rows(self._rows, self._served)
+        self.lengths = row_lengths(self.rows)
         self._prefetcher = Prefetcher(max(1, prefetch))
 
     def _find_stored(self) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.dtypes import dtype_name
+from modelopt_eagle.data.encode import TokenizedRow
+from modelopt_eagle.data.packed import row_lengths
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import (
     FeatureBatch,
@@ -123,9 +125,10 @@ class SelectedSource(PlannedSource):
         return self._source._make_batches([[self._numbers[i] for i in indices] for indices in plan])
 
 
-def rows_of(dataset) -> list:
+def rows_of(dataset) -> Sequence[TokenizedRow]:
     """The rows of a ``TokenizedDataset`` or list; FeatureError if there are none."""
-    rows = list(getattr(dataset, "rows", dataset))
+    rows = getattr(dataset, "rows", dataset)
+    rows = rows if isinstance(rows, Sequence) else list(rows)
     if not rows:
         raise FeatureError("no rows to make features from: the data set is empty")
     return rows
@@ -143,7 +146,7 @@ class OnlineSource(PlannedSource):
     def __init__(self, target: RunningTarget, dataset, aux_layer_ids: Sequence[int] | None = None):
         self.target = target
         self.rows = rows_of(dataset)
-        self.lengths = [len(row.input_ids) for row in self.rows]
+        self.lengths = row_lengths(self.rows)
         self.contract = FeatureContract.from_target(target, aux_layer_ids, dtype=dtype_name(target.dtype))
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
@@ -196,10 +199,11 @@ class MemorySource(PlannedSource):
         """
         rows = rows_of(dataset)
         contract = FeatureContract.from_target(target, aux_layer_ids)
-        total, done = sum(len(row.input_ids) for row in rows), 0
+        lengths = row_lengths(rows)
+        total, done = sum(lengths), 0
         source = cls.__new__(cls)
         source.contract = replace(contract, dtype=dtype_name(dtype))
-        source.lengths = [len(row.input_ids) for row in rows]
+        source.lengths = lengths
         held = {}
         for index, row in compute_rows(target, rows, contract.aux_layer_ids, batch_tokens):
             held[index] = _hold(row, dtype)  # at once, so that only one forward's full states are in memory

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.console import ProgressBar
 from modelopt_eagle.data import DataReport, TokenizedDataset, prepare_dataset, prepare_rows
+from modelopt_eagle.data.packed import row_lengths
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, TargetError
 from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
@@ -23,6 +24,7 @@ from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.like import RunningTarget, TableTarget
 from modelopt_eagle.training.acceptance import EvaluationFiles
 from modelopt_eagle.training.given import Given
+from modelopt_eagle.training.shared_rows import RowsOfARun
 
 CACHE_SHARD_BYTES = 32 * 2**20
 """Shards of ``cache_features: disk``; killing the feature stage loses at most one."""
@@ -136,13 +138,16 @@ def held_out_rows(count: int) -> list[int]:
     return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
 
 
-def read_data(recipe: Recipe, target: TableTarget, paths, rows=None, name: str = "data") -> TokenizedDataset:
+def read_data(
+    recipe: Recipe, target: TableTarget, paths, rows=None, name: str = "data", shared: RowsOfARun | None = None
+) -> TokenizedDataset:
     """Conversations of a recipe, tokenised for a target.
 
     Args:
         paths: of files; not read where there are rows.
         rows: conversations in memory.
         name: what messages call those.
+        shared: of the run; ``None`` keeps the tokens in memory.
     """
     data = recipe.data
     if target.tokenizer is None:
@@ -165,10 +170,13 @@ def read_data(recipe: Recipe, target: TableTarget, paths, rows=None, name: str =
         "end_token_ids": target.end_token_ids,
         "vision": None if from_servers else target.vision,
     }
-    if rows is not None:
-        dataset = prepare_rows(target.tokenizer, rows, name=name, **options)
-    else:
-        dataset = prepare_dataset(target.tokenizer, paths, **options)
+
+    def make(folder: Path | None) -> TokenizedDataset:
+        if rows is not None:
+            return prepare_rows(target.tokenizer, rows, name=name, folder=folder, **options)
+        return prepare_dataset(target.tokenizer, paths, folder=folder, **options)
+
+    dataset = (shared or RowsOfARun()).read(make)
     dataset.report.check_used(data.min_used_share)
     return dataset
 
@@ -184,33 +192,34 @@ class SplitRows:
         report: its counts.
     """
 
-    train: list
-    held_out: dict[str, list]
+    train: Sequence
+    held_out: dict[str, Sequence]
     header: list[str]
     report: DataReport
 
 
-def split_rows(recipe: Recipe, target: TableTarget, given: Given) -> SplitRows:
+def split_rows(recipe: Recipe, target: TableTarget, given: Given, shared: RowsOfARun | None = None) -> SplitRows:
     """Read the data, and the rows that are evaluated on: given, named, or held out of the data.
 
     Returns:
         both, and the lines that say so.
     """
-    dataset = read_data(recipe, target, recipe.data.train_path, given.data)
+    dataset = read_data(recipe, target, recipe.data.train_path, given.data, shared=shared)
     header, paths = dataset.header().splitlines(), recipe.data.eval_path
     if given.eval_data is not None:
-        held = read_data(recipe, target, None, given.eval_data, "eval_data").rows
+        held = read_data(recipe, target, None, given.eval_data, "eval_data", shared).rows
         return SplitRows(
             dataset.rows, {"": held}, [*header, f"evaluation: {len(held)} rows of eval_data"], dataset.report
         )
     if paths is not None:
         paths = [paths] if isinstance(paths, str) else paths
-        files = {path: read_data(recipe, target, path).rows for path in paths}
+        files = {path: read_data(recipe, target, path, shared=shared).rows for path in paths}
         header += [f"evaluation: {len(part)} rows of {path}" for path, part in files.items()]
         return SplitRows(dataset.rows, files, header, dataset.report)
     chosen = set(held_out_rows(len(dataset.rows)))
-    held = [row for number, row in enumerate(dataset.rows) if number in chosen]
-    train = [row for number, row in enumerate(dataset.rows) if number not in chosen]
+    train, held = (
+        dataset.rows.select(n for n in range(len(dataset.rows)) if (n in chosen) == wanted) for wanted in (False, True)
+    )
     return SplitRows(train, {"": held}, [*header, held_out_line(len(held))], dataset.report)
 
 
@@ -218,11 +227,12 @@ def from_target(
     recipe: Recipe, target: RunningTarget, aux_layer_ids, accelerator, say, given: Given | None = None
 ) -> RunData:
     """Features that the loaded target makes: in the step, or once into memory or a store."""
-    split = split_rows(recipe, target, given or Given())
+    shared = RowsOfARun(Path(recipe.training.output_dir), accelerator)
+    split = split_rows(recipe, target, given or Given(), shared)
     for line in split.header:
         say(line)
 
-    def make(part: list, name: str):
+    def make(part: Sequence, name: str):
         return _cached(recipe, target, part, aux_layer_ids, accelerator, name)
 
     train = make(split.train, "features")
@@ -246,7 +256,7 @@ def _cached(recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str)
     """A source of rows, as ``data.cache_features`` says."""
     if recipe.data.cache_features == "none":
         return OnlineSource(target, rows, aux_layer_ids)
-    tokens = sum(len(row.input_ids) for row in rows)
+    tokens = sum(row_lengths(rows))
     bar = ProgressBar(tokens, name, unit="tokens") if accelerator.is_main_process else None
     if recipe.data.cache_features == "memory":
         return MemorySource.from_target(

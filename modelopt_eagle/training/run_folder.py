@@ -71,7 +71,8 @@ def sweep(folder: Path) -> str | None:
         entry for entry in folder.glob("checkpoint-*")
         if re.fullmatch(r"checkpoint-\d+", entry.name) and _is_unsealed(entry)
     ]  # fmt: skip
-    parts = [entry for entry in folder.glob(".*") if re.fullmatch(r"\.(checkpoint-\d+\.part|best\.link)", entry.name)]
+    ours = re.compile(r"\.(checkpoint-\d+\.part|best\.link|tokens-[0-9a-f]{32})")
+    parts = [entry for entry in folder.glob(".*") if ours.fullmatch(entry.name)]
     for place in (folder, folder / "report"):
         found = ((entry, re.fullmatch(r"\..+\.part-(\d+)", entry.name)) for entry in place.glob(".*.part-*"))
         parts += [entry for entry, match in found if match and not alive(int(match[1]))]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from modelopt_eagle.common.lists import split_list
+from modelopt_eagle.data.packed import chosen_rows
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.features import FeatureContract, HybridSource, OfflineSource, SelectedSource, StreamedSource
 from modelopt_eagle.features.compute import compute_features
@@ -14,6 +16,7 @@ from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.like import TableTarget
 from modelopt_eagle.training.data import RunData, held_out_line, held_out_rows, read_data
 from modelopt_eagle.training.given import Given
+from modelopt_eagle.training.shared_rows import RowsOfARun
 
 TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 """Environment variable of the secret that servers off loopback ask for; a recipe is no place for it."""
@@ -32,7 +35,8 @@ def from_servers_or_filled_store(
         StreamError: no server, or one that does not fit.
         FeatureError: a store that does not fit.
     """
-    dataset = read_data(recipe, target, recipe.data.train_path, None if given is None else given.data)
+    shared = RowsOfARun(Path(recipe.training.output_dir), accelerator)
+    dataset = read_data(recipe, target, recipe.data.train_path, None if given is None else given.data, shared=shared)
     contract = FeatureContract.from_identity(target.identity(), aux_layer_ids, "bfloat16")
     contract = replace(contract, end_token_ids=target.end_token_ids)
     header = dataset.header().splitlines()
@@ -74,7 +78,7 @@ def from_servers_or_filled_store(
     header.append(held_out_line(len(parts[1])))
     for line in header:
         say(line)
-    train = [rows[n] for n in parts[0]]
+    train = chosen_rows(rows, parts[0])
     return RunData(
         SelectedSource(source, parts[0]),
         SelectedSource(source, parts[1]) if parts[1] else None,

@@ -8,6 +8,7 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 
 import torch
 
+from modelopt_eagle.data.packed import chosen_rows, row_lengths
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
 from modelopt_eagle.features.compute import finish_row
@@ -61,7 +62,7 @@ class StreamedSource(PlannedSource):
     ):
         self.rows = rows_of(dataset)
         refuse_images(self.rows, "a feature server")
-        self.lengths = [len(row.input_ids) for row in self.rows]
+        self.lengths = row_lengths(self.rows)
         self.contract = FeatureContract.from_identity(tables.identity(), aux_layer_ids)
         self._final_norm, self._head = tables.final_norm, tables.head
         self._prefetcher = Prefetcher(max(1, prefetch))
@@ -73,9 +74,9 @@ class StreamedSource(PlannedSource):
             token_bytes=4 * self.contract.hidden_size * (len(self.contract.aux_layer_ids) + 1),
         )  # fmt: skip
         self._plausible = Plausibility(tables.embedding_weight, tables.final_norm, tables.head)
-        shortest = sorted(self.rows, key=lambda row: len(row.input_ids))
-        self.fetch_rows(shortest[:1])  # refuse a wrong server at once
-        self.fetch_rows(shortest[1:FIRST_ROWS])
+        shortest = sorted(range(len(self.rows)), key=self.lengths.__getitem__)[:FIRST_ROWS]
+        self.fetch_rows(chosen_rows(self.rows, shortest[:1]))  # refuse a wrong server at once
+        self.fetch_rows(chosen_rows(self.rows, shortest[1:]))
 
     @property
     def wait_seconds(self) -> float:
