@@ -26,7 +26,7 @@ IDS, FLAGS, ABOUT = "ids.int32", "supervised.uint8", "rows.jsonl"
 """Files of a folder of rows: token ids end to end, their flags, and a line a row for everything else."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _About:
     """A row without its tokens."""
 

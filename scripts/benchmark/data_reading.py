@@ -1,9 +1,10 @@
 """How fast conversations are read, rendered and tokenised.
 
-    python scripts/benchmark/data_reading.py [--model quickstart] [--rows 5000] [--words 60] [--workers 1 2]
+    python scripts/benchmark/data_reading.py [--model quickstart] [--rows 5000] [--words 60] [--workers 1 2] [--on-disk]
 
 Writes conversations of two turns each with words drawn from a fixed seed to a temporary file, reads them as training
-does, and prints seconds and tokens for each number of processes, the best of ``--turns`` passes.
+does, and prints seconds and tokens for each number of processes, the best of ``--turns`` passes, and by how much the
+memory of this process grew in the first one (its largest size before and after).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +26,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=60, help="words of a conversation")
     parser.add_argument("--workers", type=int, nargs="+", default=[1])
     parser.add_argument("--turns", type=int, default=3, help="passes, of which the best is printed")
+    parser.add_argument("--on-disk", action="store_true", help="keep the tokens in a folder, as a run does")
     arguments = parser.parse_args()
     from modelopt_eagle.data import prepare_dataset
 
@@ -31,17 +34,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in conversations(arguments.rows, arguments.words)))
+        prepare_dataset(tokenizer, path, max_rows=200)  # what is loaded once is not measured
+        kept = Path(folder) / "tokens" if arguments.on_disk else None
         for workers in arguments.workers:
-            seconds = []
+            seconds, before, grown = [], largest(), None
             for _ in range(arguments.turns):
                 begun = time.perf_counter()
-                data = prepare_dataset(tokenizer, path, max_length=2048, workers=workers)
+                data = prepare_dataset(tokenizer, path, max_length=2048, workers=workers, folder=kept)
                 seconds.append(time.perf_counter() - begun)
+                grown = largest() - before if grown is None else grown
             print(
                 f"{workers} processes: {min(seconds):.2f} s for {data.report.rows} rows, {data.report.tokens} tokens, "
-                f"{data.report.supervised_share:.1%} supervised",
+                f"{data.report.supervised_share:.1%} supervised; {grown / 2**20:.0f} MiB more",
                 flush=True,
             )
+
+
+def largest() -> int:
+    """Bytes of memory that this process has held at most, as Linux counts them."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def load_tokenizer(name: str):
