@@ -7,6 +7,7 @@ from pathlib import Path
 
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
+from modelopt_eagle.recipe.command_line import add_target_options
 
 NOT_SERVED_RIGHT = 1
 
@@ -32,11 +33,6 @@ def build_parser() -> CommandParser:
         type=Path,
         help="interpreter that has it; default .venv-vllm/bin/python, which scripts/setup_vllm_cpu.sh makes",
     )
-    parser.add_argument(
-        "--chat_template",
-        "--chat-template",
-        help="a Jinja chat template or a file with one, in place of the target's own",
-    )
     parser.add_argument("--prompts", default="quickstart", help="prompts to decode, a .jsonl; default: the 80 shipped")
     parser.add_argument("--num_samples", type=int, default=24, help="take this many, spread evenly (default 24)")
     parser.add_argument("--max_new_tokens", type=int, default=96, help="length of an answer (default 96)")
@@ -45,6 +41,7 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--tolerance", type=float, default=0.01, help="largest difference of acceptance at a position (default 0.01)"
     )
+    add_target_options(parser, weights=False)  # it runs in float32 on the CPU, as in the engine
     parser.add_argument("--json", type=Path, help="write the result there; default: print it after the table")
     return parser
 
@@ -64,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         engine=arguments.engine,
         engine_python=arguments.engine_python,
         chat_template=arguments.chat_template,
+        revision=arguments.revision,
+        trust_remote_code=bool(arguments.trust_remote_code),
         prompts=arguments.prompts,
         num_samples=arguments.num_samples,
         max_new_tokens=arguments.max_new_tokens,

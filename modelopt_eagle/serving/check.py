@@ -153,6 +153,7 @@ class ServingCheck:
         engine: ``vllm``, the one that runs on a CPU.
         engine_python: its interpreter; default that of ``scripts/setup_vllm_cpu.sh``.
         chat_template: Jinja text or a file with it, in place of the target's own.
+        revision, trust_remote_code: of the target, here and in the engine.
         prompts, num_samples: what to decode, as in ``load_prompts``.
         max_new_tokens, num_speculative_tokens: lengths of an answer and of a draft.
         batch_size: requests decoded together, here and in the engine.
@@ -169,6 +170,8 @@ class ServingCheck:
         engine: str = "vllm",
         engine_python: str | Path | None = None,
         chat_template: str | Path | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
         prompts: str | Path = "quickstart",
         num_samples: int | None = 24,
         max_new_tokens: int = 96,
@@ -184,7 +187,8 @@ class ServingCheck:
         self.engine, self.python, self.say = engine, find_engine_python(engine_python, engine), say
         self.steps, self.batch_size, self.max_new_tokens = num_speculative_tokens, batch_size, max_new_tokens
         place = resolve(base_model)
-        self.target = load_target(base_model, dtype="float32", chat_template=chat_template)
+        loading = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.target = load_target(base_model, dtype="float32", chat_template=chat_template, **loading)
         window = int(getattr(self.target.config, "max_position_embeddings", 4096))
         # An engine that is within two drafts of the window drafts no more, for the whole batch.
         room = max_new_tokens + 2 * num_speculative_tokens + 1
@@ -196,7 +200,7 @@ class ServingCheck:
         self._job = {
             "model": str(place), "prompts": self.prompts, "max_new_tokens": max_new_tokens, "dtype": "float32",
             "num_speculative_tokens": num_speculative_tokens, "batch_size": batch_size,
-            "max_model_len": min(window, max(map(len, self.prompts)) + room),
+            "max_model_len": min(window, max(map(len, self.prompts)) + room), **loading,
         }  # fmt: skip
         self._plain: dict[str, Any] | None = None
 

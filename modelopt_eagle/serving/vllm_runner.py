@@ -3,7 +3,8 @@
 This file runs in the engine's own interpreter, as `python vllm_runner.py JOB.json RESULT.json`, and imports nothing of
 this package. JOB: `model`, `draft` (folder or null), `draft_options` (what speculative decoding takes beside it),
 `record_drafts`, `prompts` (lists of token ids), `max_new_tokens`, `num_speculative_tokens`, `dtype`, `max_model_len`
-(or null), `logprobs` (null, or how many of the best tokens to report for the first new token). RESULT:
+(or null), `revision` and `trust_remote_code` (of the target, or absent), `logprobs` (null, or how many of the best
+tokens to report for the first new token). RESULT:
 `engine_version`, `token_ids`, `texts`, `seconds`, `drafts`, `draft_tokens`, `accepted_per_position`, `proposals`
 (with `record_drafts`: `[prompt, tokens known, drafted tokens]` of each draft) and, with `logprobs`,
 `first_token_logprobs`.
@@ -82,6 +83,7 @@ def main(job_path, result_path):
         "enable_prefix_caching": False,
         "max_num_seqs": job["batch_size"],
     }
+    options |= {name: job[name] for name in ("revision", "trust_remote_code") if job.get(name)}
     if job.get("max_model_len"):
         options["max_model_len"] = job["max_model_len"]
     if job.get("draft"):

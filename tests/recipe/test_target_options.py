@@ -68,6 +68,20 @@ def test_options_reach_the_reading_of_tables(command, loaded):
     assert {**TABLES, "name": NAME}.items() <= asked.items()
 
 
+def test_check_serving_loads_the_same_target_here_and_in_the_engine(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("modelopt_eagle.serving.check.find_engine_python", lambda *given: "python")
+    monkeypatch.setattr("modelopt_eagle.target.load.resolve", lambda name: name)
+
+    def load(name, **arguments):
+        asked.update(arguments, name=name)
+        raise TargetError("seen")
+
+    monkeypatch.setattr("modelopt_eagle.target.load_target", load)
+    assert run_command("check_serving", ["--export_path", "e", "--base_model", NAME, *options(TABLES)]) == 2
+    assert {**TABLES, "name": NAME, "dtype": "float32"}.items() <= asked.items()
+
+
 def test_a_run_takes_them_as_keys_of_its_recipe():
     recipe, _ = train_arguments(["--base_model", NAME, *options(WEIGHTS), "--chat_template", "{{ x }}"])
     assert {key: getattr(recipe.model, key) for key in WEIGHTS} == WEIGHTS
