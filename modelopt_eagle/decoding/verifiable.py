@@ -11,6 +11,7 @@ from modelopt_eagle.decoding.supported import check_shape
 from modelopt_eagle.decoding.target_runner import cache_name
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.recipe import Recipe
+from modelopt_eagle.target.like import RunningTarget
 from modelopt_eagle.target.load import causal_class, load_config, resolve
 from modelopt_eagle.target.parts import TargetParts, find_parts
 
@@ -49,6 +50,8 @@ def refusal(recipe: Recipe, target: Any = None) -> str | None:
         return None
     if target is None:
         target = skeleton(recipe)
+    elif not isinstance(target, RunningTarget):
+        return "drafts are verified by the model, and only the target's tables were given"
     siblings = section.mode == "tree" and (section.topk or 1) > 1
     try:
         cache_name(target)

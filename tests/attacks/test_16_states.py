@@ -46,6 +46,15 @@ def test_too_many_or_too_few_states_are_an_error(tiny_target, dataset, change, w
         list(engine.features([row]))
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_states_of_an_engine_that_are_not_finite_are_refused(tiny_target, dataset, which):
+    row = dataset.rows[0]
+    states = [torch.zeros(len(row.input_ids), layers * tiny_target.hidden_size) for layers in (3, 1)]
+    states[which][1, 2] = float("nan")
+    with pytest.raises(FeatureError, match="a state that is not finite"):
+        finish_row(row, *states, None, tiny_target.head)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_choices_of_another_head_are_found_though_the_states_are_right(tiny_target, dataset, tmp_path, dtype):
     """The first stored choice of each row is the least likely token."""
@@ -62,8 +71,10 @@ def test_choices_of_another_head_are_found_though_the_states_are_right(tiny_targ
     assert len(found) == 5 and all("target_top1 is another token than the target's choice at 1 of" in p for p in found)
 
 
+@pytest.mark.parametrize("at_a_time", [3, 4096])
 @pytest.mark.parametrize("name", ["aux_hidden", "final_hidden", "target_logsumexp"])
-def test_rows_with_nan_are_named_and_counted(tmp_path, name):
+def test_rows_with_nan_are_named_and_counted(tmp_path, monkeypatch, name, at_a_time):
+    monkeypatch.setattr("modelopt_eagle.features.store.shard._POSITIONS", at_a_time)
     fill(tmp_path, rows=6, shard_bytes=10**6)
     offsets = {"aux_hidden": "row_offsets", "final_hidden": "final_offsets", "target_logsumexp": "teacher_offsets"}
 

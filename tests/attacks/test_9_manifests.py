@@ -13,6 +13,7 @@ from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.store import StoreReader, maintenance
 from modelopt_eagle.features.store.files import map_safetensors
+from modelopt_eagle.features.store.shard import check_prefixes
 from tests.features.rows import fill
 
 NONE = object()
@@ -245,3 +246,20 @@ def test_a_nan_is_found_in_every_dtype(tmp_path, dtype):
     forge(tmp_path, spoil)
     with pytest.raises(FeatureError, match=f"{name} holds NaN or infinity in 1 of 6 rows: 'row-0'"):
         StoreReader(tmp_path)
+
+
+@pytest.mark.parametrize(("row", "sound"), [(0, True), (1, False), (2, False), (-1, False)])
+def test_a_row_borrows_from_an_earlier_one_only(tmp_path, row, sound):
+    """One that borrowed from itself would be looked for without end."""
+    shard = {
+        "row_offsets": torch.tensor([0, 4, 8, 12]),
+        "input_ids": torch.tensor([5, 6, 7, 8] * 3),
+        "prefix_row": torch.tensor([-1, row, -1]),
+        "prefix_length": torch.tensor([0, 4, 0]),
+        "aux_offsets": torch.tensor([0, 4, 4, 8]),
+        "aux_hidden": torch.zeros(8, 2),
+    }
+    if sound:
+        return check_prefixes(tmp_path / "shard", shard)
+    with pytest.raises(FeatureError, match="row 1 names a prefix that no earlier row has"):
+        check_prefixes(tmp_path / "shard", shard)

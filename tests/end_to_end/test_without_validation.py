@@ -11,7 +11,7 @@ from modelopt_eagle.decoding.verifiable import refusal
 from modelopt_eagle.errors import RecipeError, TargetError
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
-from modelopt_eagle.target import load_target
+from modelopt_eagle.target import load_target, load_target_tables
 from modelopt_eagle.training.data import read_data
 from tests.training.runs import small_recipe, write_conversations
 
@@ -88,6 +88,12 @@ def test_which_settings_are_refused_follows_from_the_target(hybrid, tiny_target_
 
 def test_a_loaded_target_is_asked_itself(hybrid):
     assert "recurrent layers" in refusal(load_recipe(None, []), load_target(hybrid))
+
+
+def test_tables_alone_cannot_verify(tiny_target_dir):
+    tables = load_target_tables(tiny_target_dir)
+    assert "only the target's tables were given" in refusal(load_recipe(None, []), tables)
+    assert refusal(load_recipe(None, [NONE]), tables) is None
 
 
 def test_train_and_estimate_say_it_too(hybrid, data, tmp_path, capfd):
