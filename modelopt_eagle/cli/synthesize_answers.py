@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from modelopt_eagle.common.console import ProgressBar
+    from modelopt_eagle.common.files import file_sha256
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.errors import DataError
     from modelopt_eagle.recipe.command_line import target_arguments
@@ -83,11 +84,21 @@ def _run(arguments: argparse.Namespace) -> int:
         raise DataError(f"--temperature must be 0 (greedy) or above, found {arguments.temperature}")
     if arguments.model is None and arguments.server is None:
         raise DataError("give the target as --model, or running servers as --server URL ...")
+    if arguments.server is not None and (arguments.chat_template is not None or arguments.dtype != "auto"):
+        raise DataError(
+            "--chat_template and --dtype are of a target in this process; a server has its own (vLLM: --chat-template)"
+        )
     prompts = load_prompts(arguments.input, arguments.num_samples)
     prompts = [with_arguments(prompt, arguments.template_arguments) for prompt in prompts]
     if arguments.server is not None:
         return _by_servers(arguments, prompts)
-    settings = SynthesisSettings(arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed)
+    template = arguments.chat_template
+    if template is not None and not template.is_file():
+        raise DataError(f"--chat_template: no file {template}")
+    settings = SynthesisSettings(
+        arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed,
+        None if template is None else file_sha256(template),
+    )  # fmt: skip
     left = len(missing_prompts(prompts, prepare_output(arguments.output, settings)))
     print(f"{len(prompts)} prompts, {len(prompts) - left} answered before, {left} to do")
     if not left:

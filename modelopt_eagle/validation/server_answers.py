@@ -19,15 +19,18 @@ import urllib.request
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from modelopt_eagle.data.prompts import Prompt
-from modelopt_eagle.data.roles import Message
-from modelopt_eagle.data.turn_fields import finish_reason
+from modelopt_eagle.data.report import RowRejected
+from modelopt_eagle.data.roles import Message, refuse_half_characters
+from modelopt_eagle.data.tools import tool_calls_of
+from modelopt_eagle.data.turn_fields import finish_reason, reasoning_of
 from modelopt_eagle.errors import DataError, StreamError
+from modelopt_eagle.features.stream.workers import Workers
 from modelopt_eagle.validation.synthesis import (
     Answered,
     SynthesisSettings,
@@ -74,9 +77,15 @@ class ChatServers:
         """The name of the model that the first server serves.
 
         Raises:
-            StreamError: it does not answer.
+            StreamError: it does not answer, or names none.
         """
-        return self._request("GET", "/v1/models", None)["data"][0]["id"]
+        found = self._request("GET", "/v1/models", None)
+        try:
+            return str(found["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise StreamError(
+                f"{self.urls[0]} names no model ({json.dumps(found)[:200]}): give the name that it serves as --model"
+            ) from error
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """The first choice of a chat completion.
@@ -94,9 +103,10 @@ class ChatServers:
             self._asks_ids = False  # a server that takes no keys beyond OpenAI's
             return self.complete(body)
         choices = answer.get("choices")
-        if not choices or not isinstance(choices[0].get("message"), dict):
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if not (isinstance(choice, dict) and isinstance(choice.get("message"), dict)):
             raise Refused(f"no choice with a message in the answer: {json.dumps(answer)[:200]}")
-        return choices[0]
+        return choice
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         said = ""
@@ -215,14 +225,11 @@ def received(choice: dict[str, Any]) -> Message:
     """The message of a choice, with its reasoning, tool calls and token ids.
 
     Raises:
-        Refused: a message that holds nothing.
+        Refused: a message that holds nothing, or what no row can hold.
     """
-    from modelopt_eagle.data.report import RowRejected
-    from modelopt_eagle.data.tools import tool_calls_of
-    from modelopt_eagle.data.turn_fields import reasoning_of
-
     said = choice["message"]
     try:
+        refuse_half_characters("the answer", json.dumps(said, ensure_ascii=False))
         reasoning, calls = reasoning_of(said, "the answer"), tool_calls_of(said, "the answer")
     except RowRejected as error:
         raise Refused(str(error)) from error
@@ -272,13 +279,13 @@ def synthesize_by_servers(
     errors = output.with_name(output.name + ".errors.jsonl")
     errors.unlink(missing_ok=True)
     waiting: deque[tuple[str, Prompt, Future]] = deque()
-    pool = ThreadPoolExecutor(concurrency)
+    workers = Workers(concurrency, "answers")
     try:
         with open(output, "a", encoding="utf-8") as handle:
             while True:
                 # a slow answer holds up the writing of those behind it, not the asking
                 for name, prompt in itertools.islice(left, max(0, 4 * concurrency - len(waiting))):
-                    waiting.append((name, prompt, pool.submit(answer, servers, prompt, settings)))
+                    waiting.append((name, prompt, workers.submit(answer, servers, prompt, settings)))
                 if not waiting:
                     break
                 name, prompt, future = waiting.popleft()
@@ -297,5 +304,6 @@ def synthesize_by_servers(
                     account.cut += row["finish_reason"] == "length"
                 on_row(account)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for _, _, future in waiting:
+            future.cancel()
     return account

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from modelopt_eagle.common.files import read_json, write_whole
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.data.files import SourceRow
 from modelopt_eagle.data.prompts import Prompt, prompt_of
 from modelopt_eagle.data.roles import Message
@@ -22,15 +24,27 @@ from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.validation.dialogues import window
 
+DIGEST = "prompt_digest"
+"""Key of a row of the output: the prompt that it answers."""
+
 
 @dataclass(frozen=True)
 class SynthesisSettings:
-    """What decides the answers; kept beside the output so that a resumed run cannot mix two settings."""
+    """What decides the answers; kept beside the output so that a resumed run cannot mix two settings.
+
+    Attributes:
+        model: name of the target, or what servers call it.
+        max_new_tokens: an answer is cut here.
+        temperature: 0 is greedy.
+        seed: of the sampling.
+        chat_template: SHA-256 of the file that replaces the target's template; ``None``: the target's own.
+    """
 
     model: str
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
+    chat_template: str | None = None
 
 
 @dataclass
@@ -47,10 +61,13 @@ class Answered:
         return cls(prompt, prompt.beginning)
 
     def row(self, name: str) -> dict[str, Any]:
-        """The conversation as a row of the output, under this id."""
+        """The conversation as a row of the output, under this id.
+
+        It names the prompt by its digest: one that ended early, at the call of a tool, does not hold all of its turns.
+        """
         prompt = self.prompt
         row: dict[str, Any] = {"id": name, "category": prompt.category, "messages": [as_dict(m) for m in self.messages],
-                               "finish_reason": self.finish_reason}  # fmt: skip
+                               "finish_reason": self.finish_reason, DIGEST: prompt.digest}  # fmt: skip
         if prompt.tools:
             row["tools"] = list(prompt.tools)
         if prompt.template_arguments:
@@ -233,7 +250,7 @@ def prepare_output(output: Path, settings: SynthesisSettings) -> Found:
             f"{output} exists and {record.name} is not beside it: another command made it; choose another --output"
         )
     if present:
-        found = json.loads(record.read_text(encoding="utf-8"))
+        found = read_json(record, DataError, "choose another --output")
         for key, wanted in vars(settings).items():
             if found.get(key) != wanted:
                 raise DataError(
@@ -242,7 +259,7 @@ def prepare_output(output: Path, settings: SynthesisSettings) -> Found:
                 )
         _cut_partial_line(output)
     else:
-        record.write_text(json.dumps(vars(settings), indent=1) + "\n", encoding="utf-8")
+        write_whole(record, json.dumps(vars(settings), indent=1) + "\n")
         output.touch()
     rows = list(_rows_of(output))
     return Found([digest for digest, _ in rows], [name for _, name in rows])
@@ -258,16 +275,20 @@ def _cut_partial_line(output: Path) -> None:
 
 def _rows_of(output: Path) -> Iterable[tuple[str, str]]:
     """Digest of the prompt, and id, of each row of an output."""
-    for number, line in enumerate(output.read_text(encoding="utf-8").splitlines(), start=1):
+    # lines as files have them: a text may hold other characters at which str.splitlines() divides
+    for number, line in enumerate(output.read_bytes().split(b"\n")[:-1], start=1):
         place = f"{output}:{number}"
         try:
-            value = json.loads(line)
+            value = parse_json(line, finite=False)
             name = str(value["id"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{place}: not a row of this command ({error}); remove the line, it will be made again"
             ) from error
-        try:
+        if isinstance(value.get(DIGEST), str):
+            yield value[DIGEST], name
+            continue
+        try:  # of a version that did not write it
             yield prompt_of(SourceRow(value, place, output.parent), number).digest, name
         except DataError:
             yield "", name  # it asks nothing, so it answers no prompt

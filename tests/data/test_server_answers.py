@@ -2,6 +2,9 @@
 
 import http.server
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +13,7 @@ from data_toy import write_lines
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data import conversations_of, load_prompts
+from modelopt_eagle.errors import StreamError
 from modelopt_eagle.validation.server_answers import ChatServers, synthesize_by_servers
 from modelopt_eagle.validation.synthesis import SynthesisSettings
 
@@ -17,7 +21,7 @@ from modelopt_eagle.validation.synthesis import SynthesisSettings
 class FakeServer:
     """Answers each question in capitals, after the faults that ``script`` names for its tries."""
 
-    def __init__(self, script=None, strict=False, extra=None):
+    def __init__(self, script=None, strict=False, extra=None, models=None):
         self.script, self.strict, self.extra = script or {}, strict, extra or {}
         self.asked, self.tries, self.most, self.now = [], {}, 0, 0
         self.lock = threading.Lock()
@@ -28,7 +32,7 @@ class FakeServer:
                 pass
 
             def do_GET(self):
-                self.reply(200, {"data": [{"id": "served"}]})
+                self.reply(200, models or {"data": [{"id": "served"}]})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -100,7 +104,7 @@ def run(servers, prompts, output, **options):
     chat = ChatServers([server.url for server in servers], retries=4, timeout=5.0, wait=0.01)
     account = synthesize_by_servers(chat, prompts, output, SynthesisSettings("served", 16), **options)
     assert account.answered + account.failed + account.skipped == len(prompts)
-    return account, [json.loads(line) for line in output.read_text().splitlines()]
+    return account, [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]]
 
 
 def test_answers_stand_in_order_whatever_fails_and_whichever_server_is_slow(serve, tmp_path):
@@ -127,6 +131,81 @@ def test_what_a_server_refuses_is_kept_with_its_words_and_tried_again_by_the_nex
     assert (account.answered, account.failed, account.skipped) == (1, 0, 2) and len(rows) == 3
 
 
+def test_nonsense_of_a_server_costs_one_prompt_and_not_the_run(serve, tmp_path):
+    half = {"choices": [{"message": {"content": "cut \ud83d"}, "finish_reason": "stop"}]}
+    bad = [(200, {"choices": [3]}), (200, {"choices": {"a": 1}}), (200, half), (200, {"choices": []})]
+    server = serve({f"q{i}": [fault] for i, fault in enumerate(bad)})
+    account, rows = run([server], prompts_of(tmp_path, "a", *(f"q{i}" for i in range(len(bad))), "b"), tmp_path / "o")
+    assert (account.answered, account.failed) == (2, len(bad)) and len(rows) == 2
+    assert "one half of a surrogate pair" in (tmp_path / "o.errors.jsonl").read_text()
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(serve, tmp_path):
+    server, whole = serve(), FakeServer.answer
+    broken = []
+
+    def answer(body):
+        code, value = whole(server, body)
+        if len(broken) < 2:
+            broken.append(body)
+            return code, _Short(json.dumps(value).encode())
+        return code, value
+
+    server.answer = answer
+    account, rows = run([server], prompts_of(tmp_path, "a"), tmp_path / "out.jsonl")
+    assert account.answered == 1 and len(broken) == 2 and rows[0]["messages"][-1]["content"] == "A"
+
+
+class _Short(bytes):
+    """Bytes that announce more than they are."""
+
+    def __len__(self):
+        return super().__len__() + 9
+
+
+def test_line_ends_within_answers_are_no_ends_of_rows(serve, tmp_path):
+    questions = ["a\u2028b", "c\x85d", "e\x0cf\rg"]
+    for wanted in ((3, 0), (0, 3)):
+        account, _ = run([serve()], prompts_of(tmp_path, *questions), tmp_path / "out.jsonl")
+        assert (account.answered, account.skipped) == wanted
+
+
+def test_a_process_that_is_interrupted_waits_for_no_server(serve, tmp_path):
+    server = serve({"a": [60.0]})
+    prompts_of(tmp_path, "a")
+    command = [sys.executable, "-m", "modelopt_eagle.cli.main", "synthesize-answers", "--server", server.url, "--input",
+               str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "o.jsonl"), "--model", "m"]  # fmt: skip
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # jobs in the background ignore it, and hand that on
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    try:
+        deadline = time.monotonic() + 120
+        while not server.asked and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert server.asked
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "the same command goes on" in said
+
+
+def test_options_that_a_server_does_not_read_are_refused(serve, tmp_path, capsys):
+    prompts_of(tmp_path, "a")
+    arguments = ["--server", serve().url, "--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "o")]
+    for more in (["--chat_template", "x.jinja"], ["--dtype", "float32"]):
+        assert run_command("synthesize_answers", [*arguments, *more]) == 2
+        assert "a server has its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("models", [{"data": []}, {"data": [3]}, {"object": "list"}])
+def test_a_server_that_names_no_model(serve, models):
+    with pytest.raises(StreamError, match="names no model .*: give the name that it serves as --model"):
+        ChatServers([serve(models=models).url]).model()
+
+
 def test_a_server_without_token_ids_and_one_that_reasons(serve, tmp_path):
     server = serve(strict=True, extra={"reasoning": "hm"})
     _, rows = run([server], prompts_of(tmp_path, "a"), tmp_path / "out.jsonl")
@@ -151,7 +230,9 @@ def test_turns_tools_and_arguments_go_along(serve, tmp_path):
     assert plain.asked[1]["chat_template_kwargs"] == {"enable_thinking": False} and plain.asked[1]["tools"] == tools
     assert [m["role"] for m in plain.asked[1]["messages"]] == ["system", "user", "assistant", "user"]
     assert "token_ids" not in plain.asked[1]["messages"][2]
-    _, rows = run([calling], prompts, tmp_path / "calling.jsonl")
+    run([calling], prompts, tmp_path / "calling.jsonl")
+    account, rows = run([calling], prompts, tmp_path / "calling.jsonl")
+    assert account.skipped == len(rows) == 1, "it ended at the call, and is answered"
     assert rows[0]["finish_reason"] == "tool_calls" and len(rows[0]["messages"]) == 3
     assert rows[0]["messages"][-1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
 

@@ -112,6 +112,15 @@ def test_settings_cannot_be_mixed(tiny_target_dir, questions, tmp_path, capsys):
     synthesize(tiny_target_dir, questions, output)
     assert synthesize(tiny_target_dir, questions, output, "--temperature", "0.5") == 2
     assert "temperature=0.0, this run has temperature=0.5" in capsys.readouterr().err
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert synthesize(tiny_target_dir, questions, output, "--chat_template", str(template)) == 2
+    assert "chat_template=None, this run has chat_template=" in capsys.readouterr().err
+    assert synthesize(tiny_target_dir, questions, output, "--chat_template", "nowhere.jinja") == 2
+    assert "no file nowhere.jinja" in capsys.readouterr().err
+    (tmp_path / "out.jsonl.settings.json").write_text("{")
+    assert synthesize(tiny_target_dir, questions, output) == 2
+    assert "is not JSON" in capsys.readouterr().err
     (tmp_path / "out.jsonl.settings.json").unlink()
     assert synthesize(tiny_target_dir, questions, output) == 2
     assert "another command made it" in capsys.readouterr().err
