@@ -78,7 +78,8 @@ def findings(recipe: Recipe, with_target: bool = True) -> Iterator[Finding]:
     try:
         sizes = estimate(recipe, data.report.rows, data.report.tokens, data.report.supervised)
     except EagleError as error:
-        yield doctor.Finding(doctor.FAULT, "head", str(error), "mend the key that is named")
+        found = f"{error} (disk, memory and target are not looked at before)"
+        yield doctor.Finding(doctor.FAULT, "head", found, "mend the key that is named")
         return
     kept = sizes.feature_bytes if recipe.data.cache_features == "disk" else 0
     checkpoints = sizes.checkpoint_bytes * ((recipe.training.save_total_limit or 3) + 1)
@@ -100,13 +101,15 @@ def _can_be_validated(recipe, target, data) -> Finding:
     from modelopt_eagle.errors import EagleError
     from modelopt_eagle.training.doctor import FAULT, GOOD, Finding
 
-    prompt = data.rows[0].input_ids[: data.rows[0].prompt_length]
     if recipe.validation.mode == "none":
         return Finding(GOOD, "validation", "none: the head will be exported unmeasured")
     if (reason := refusal(recipe, target)) is not None:
         return Finding(FAULT, "validation", reason, "or set validation.mode: none")
+    prompts = [row.input_ids[: row.prompt_length] for row in data.rows if row.images is None and row.prompt_length]
+    if not prompts:
+        return Finding(GOOD, "validation", "not tried: no row has a prompt of text alone")
     try:
-        PlainGenerator(target).generate([prompt], 4)
+        PlainGenerator(target).generate([min(prompts, key=len)], 4)
     except EagleError as error:
         return Finding(FAULT, "validation", str(error), "set validation.mode: none, or choose another target")
     return Finding(GOOD, "validation", "the target decodes here")

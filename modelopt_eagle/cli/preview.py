@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     from modelopt_eagle.cli._tokenised import tokenised
     from modelopt_eagle.common.files import write_whole
+    from modelopt_eagle.common.text import visible
     from modelopt_eagle.data.preview import coloured, count_table, page
     from modelopt_eagle.errors import DataError
     from modelopt_eagle.recipe.command_line import recipe_from_arguments
@@ -44,21 +45,23 @@ def main(argv: list[str] | None = None) -> int:
     recipe = recipe_from_arguments(arguments, flags)
     if arguments.rows < 0:
         raise DataError(f"-n must be at least 0, found {arguments.rows}")
+    if arguments.html is not None and not arguments.html.absolute().parent.is_dir():
+        raise DataError(f"--html {arguments.html}: no such folder, make it first")
     data, source = tokenised(recipe)
     count = len(data.rows)
     shown = sorted({i * count // max(arguments.rows, 1) for i in range(min(arguments.rows, count))})
     if arguments.row is not None:
-        shown = [n for n, row in enumerate(data.rows) if row.id.partition("#")[0] == arguments.row]
+        shown = [n for n, row in enumerate(data.rows) if arguments.row in (row.id, row.id.rpartition("#")[0])]
         if not shown:
             raise DataError(f"no row {arguments.row!r} among the {count} that are used: ids are {data.rows[0].id!r}, …")
     colour = sys.stdout.isatty() if arguments.colour == "auto" else arguments.colour == "always"
     for number in shown:
         row = data.rows[number]
-        print(f"--- {row.id}: {len(row.input_ids)} tokens, {sum(row.supervised)} supervised")
+        print(f"--- {visible(row.id)}: {len(row.input_ids)} tokens, {sum(row.supervised)} supervised")
         print(coloured(row, source.tokenizer, source.end_token_ids, colour))
     print("---")
     for what, counted, meaning in count_table(data.report):
-        print(f"{counted:>9}  {what}{f' ({meaning})' if meaning else ''}")
+        print(visible(f"{counted:>9}  {what}{f' ({meaning})' if meaning else ''}"))
     if arguments.html is not None:
         write_whole(arguments.html, page(data, source.tokenizer, source.end_token_ids, shown))
         print(f"wrote {arguments.html}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -70,11 +71,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from modelopt_eagle.common.console import ProgressBar
-    from modelopt_eagle.common.files import file_sha256
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.errors import DataError
     from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.load import read_chat_template
     from modelopt_eagle.validation.synthesis import SynthesisSettings, missing_prompts, prepare_output, synthesize
 
     for name in ("max_new_tokens", "batch_size"):
@@ -84,20 +85,19 @@ def _run(arguments: argparse.Namespace) -> int:
         raise DataError(f"--temperature must be 0 (greedy) or above, found {arguments.temperature}")
     if arguments.model is None and arguments.server is None:
         raise DataError("give the target as --model, or running servers as --server URL ...")
-    if arguments.server is not None and (arguments.chat_template is not None or arguments.dtype != "auto"):
+    if arguments.server is not None and (unread := _loading_options(arguments)):
         raise DataError(
-            "--chat_template and --dtype are of a target in this process; a server has its own (vLLM: --chat-template)"
+            f"{', '.join(unread)} would load a target in this process, and servers have theirs: leave it out (vLLM "
+            "takes --chat-template itself)"
         )
     prompts = load_prompts(arguments.input, arguments.num_samples)
     prompts = [with_arguments(prompt, arguments.template_arguments) for prompt in prompts]
     if arguments.server is not None:
         return _by_servers(arguments, prompts)
-    template = arguments.chat_template
-    if template is not None and not template.is_file():
-        raise DataError(f"--chat_template: no file {template}")
+    template = None if arguments.chat_template is None else read_chat_template(arguments.chat_template)
     settings = SynthesisSettings(
         arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed,
-        None if template is None else file_sha256(template),
+        None if template is None else hashlib.sha256(template.encode()).hexdigest(),
     )  # fmt: skip
     left = len(missing_prompts(prompts, prepare_output(arguments.output, settings)))
     print(f"{len(prompts)} prompts, {len(prompts) - left} answered before, {left} to do")
@@ -116,6 +116,14 @@ def _run(arguments: argparse.Namespace) -> int:
     added = synthesize(target, prompts, arguments.output, settings, arguments.batch_size, report)
     print(f"{added} answers added to {arguments.output}, {cut} of them cut at {arguments.max_new_tokens} tokens")
     return 0
+
+
+def _loading_options(arguments: argparse.Namespace) -> list[str]:
+    """The options given that say how a target is loaded here."""
+    parser = build_parser()
+    names = ("revision", "trust_remote_code", "chat_template", "target_dtype", "device", "attn_implementation")
+    given = [name for name in names if getattr(arguments, name) != parser.get_default(name)]
+    return [f"--{name.removeprefix('target_')}" for name in given]
 
 
 def with_arguments(prompt: Prompt, arguments: dict) -> Prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Collection, Iterable
 
+from modelopt_eagle.common.text import visible
 from modelopt_eagle.data.dataset import TokenizedDataset
 from modelopt_eagle.data.encode import TokenizedRow
 from modelopt_eagle.data.report import REASONS, DataReport
@@ -31,9 +32,13 @@ def segments(row: TokenizedRow, tokenizer, ends: Collection[int]) -> list[tuple[
 
 
 def coloured(row: TokenizedRow, tokenizer, ends: Collection[int], colour: bool = True) -> str:
-    """A row for a terminal; without colour supervised parts stand between ``⟦⟧``, end tokens between ``⟪⟫``."""
+    """A row for a terminal; without colour supervised parts stand between ``⟦⟧``, end tokens between ``⟪⟫``.
+
+    Control characters in it are shown as escapes.
+    """
     parts = []
-    for kind, text in segments(row, tokenizer, ends):
+    for kind, raw in segments(row, tokenizer, ends):
+        text = visible(raw, lines=True)
         if colour:
             parts.append(f"{_COLOURS[kind]}{text}{_RESET}")
         else:
@@ -46,6 +51,7 @@ def count_table(report: DataReport) -> list[tuple[str, int, str]]:
     rows = [
         ("read", report.read, "conversations found in the files"),
         ("used", report.rows, "rows"),
+        *([("fanned out", report.fanned_out, "of them: answers with a row of their own")] if report.fanned_out else []),
         ("tokens", report.tokens, ""),
         ("supervised", report.supervised, "tokens that are learned"),
         ("truncated", report.truncated, f"rows cut at {report.max_length} tokens" if report.max_length else ""),

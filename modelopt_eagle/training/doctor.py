@@ -102,14 +102,14 @@ def data_findings(recipe: Recipe, data: TokenizedDataset, tokenizer, own_templat
 
 def duplicate_findings(train: list[TokenizedRow], held: list[TokenizedRow]) -> Iterator[Finding]:
     """Rows that stand twice, within the training data and in the evaluation."""
-    seen = [tuple(row.input_ids) for row in train]
-    twice = len(seen) - len(set(seen))
+    seen = {tuple(row.input_ids) for row in train}
+    twice = len(train) - len(seen)
     yield Finding(
-        WARNING if twice > len(seen) // 20 else GOOD, "duplicates", f"{twice} of {len(seen)} rows stand there before",
-        "remove them: they are learned more often than others" if twice > len(seen) // 20 else "",
+        WARNING if twice > len(train) // 20 else GOOD, "duplicates", f"{twice} of {len(train)} rows stand there before",
+        "remove them: they are learned more often than others" if twice > len(train) // 20 else "",
     )  # fmt: skip
     if held:
-        both = sum(tuple(row.input_ids) in set(seen) for row in held)
+        both = sum(tuple(row.input_ids) in seen for row in held)
         yield Finding(
             WARNING if both else GOOD, "evaluation", f"{both} of {len(held)} rows are trained on, too",
             "take them out of one of the two: the numbers would be better than the head" if both else "",
@@ -139,6 +139,10 @@ def target_findings(recipe: Recipe, target: RunningTarget, data: TokenizedDatase
         "families that change their logits behind the head are not supported", lambda: target.check_parity(sample),
     )  # fmt: skip
     features = sample_features(target, data, layers)
+    if not features:
+        yield Finding(WARNING, "captured layers", "every row of the sample has images, of which no forward is tried",
+                      "look at a part of the data that is text: data.train_path=FILE")  # fmt: skip
+        return
     width = target.hidden_size
     prints = []
     for place, layer in enumerate(layers):

@@ -11,10 +11,12 @@ from pathlib import Path
 from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.data.files import IN_MEMORY, check_sources, local_files
 from modelopt_eagle.data.vocab import required_ids
+from modelopt_eagle.draft.algorithm import find_algorithm
 from modelopt_eagle.errors import CheckpointError, RecipeError, TrainingError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import TableTarget
 from modelopt_eagle.target.chat import asks_for_date, chat_settings, keep_date, kept_date, set_chat_settings, today
+from modelopt_eagle.target.load import load_config, resolve
 from modelopt_eagle.training.given import Given
 
 SHARDING = {
@@ -95,6 +97,20 @@ def check_paths(recipe: Recipe, given: Given) -> None:
     stored = data.offline_data_path
     if stored is not None and data.on_missing == "fail" and not Path(stored).expanduser().is_dir():
         raise RecipeError(f"data.offline_data_path: {stored} is no folder; name the one that a dump was written to")
+
+
+def check_sizes(recipe: Recipe, given: Given) -> None:
+    """Refuse sizes that the target's config contradicts, before its weights are loaded.
+
+    Raises:
+        CheckpointError: a draft vocabulary larger than the target's, and whatever else the drafter's config refuses.
+        TargetError: no target of that name, a config that cannot be read, or layers that it does not have.
+    """
+    if given.target is not None or recipe.model.draft_init is not None:
+        return
+    model, eagle = recipe.model, recipe.eagle
+    config = load_config(resolve(model.base_model), model.revision, model.trust_remote_code)
+    find_algorithm(recipe.drafter.algorithm).head_config(recipe, config, eagle.draft_vocab_size, eagle.aux_layer_ids)
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:

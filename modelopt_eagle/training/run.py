@@ -35,6 +35,7 @@ from modelopt_eagle.training.head import check_coverage, check_head, continued_h
 from modelopt_eagle.training.own_share import own_share, own_share_line
 from modelopt_eagle.training.prechecks import (
     check_launch,
+    check_sizes,
     check_vocabulary_size,
     data_files,
     launch_lines,
@@ -152,6 +153,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     check_drafter(recipe)
     given = given or Given()
     offline = not recipe.data.runs_target
+    check_sizes(recipe, given)
     target = load(recipe, accelerator.device) if given.target is None else given.target
     use_chat_settings(recipe, target, accelerator.is_main_process, accelerator.wait_for_everyone)
     embedding, config = target.embedding_weight, target.config

@@ -37,7 +37,7 @@ class SynthesisSettings:
         max_new_tokens: an answer is cut here.
         temperature: 0 is greedy.
         seed: of the sampling.
-        chat_template: SHA-256 of the file that replaces the target's template; ``None``: the target's own.
+        chat_template: SHA-256 of the one that replaces the target's template; ``None``: the target's own.
     """
 
     model: str

@@ -1,10 +1,15 @@
 """Looking at data before training: rows in colour, the count of every reason, and what makes heads fail later."""
 
 import pytest
-from data_toy import write_lines
+from data_toy import FORGETS_THINK, write_lines
 
 from modelopt_eagle.cli import doctor, preview
 from modelopt_eagle.cli.main import run_command
+from modelopt_eagle.data import DataReport, TokenizedDataset
+from modelopt_eagle.data.encode import TokenizedRow
+from modelopt_eagle.data.images import RowImages
+from modelopt_eagle.recipe import load_recipe
+from modelopt_eagle.training.doctor import target_findings
 
 
 def row(question, answer, **more):
@@ -30,6 +35,27 @@ def test_preview_shows_context_answers_and_ends_and_every_count(tiny_target_dir,
     assert "\x1b[32manswer 7 <b>\x1b[0m\x1b[1;35m<|im_end|>" in capsys.readouterr().out
     assert run_command("preview", [*given[:4], "--row", "r77"]) == 2
     assert "no row 'r77' among the 12" in capsys.readouterr().err
+
+
+def test_preview_finds_every_id_shows_no_escapes_and_counts_rows_that_were_fanned_out(
+    tiny_target_dir, tmp_path, capsys
+):
+    rows = [row("q", "first"), row("q", "red \x1b[31m\u202e", id="chat#7\x07")]
+    given = ["--model", str(tiny_target_dir), "--data", str(write_lines(tmp_path / "d.jsonl", *rows))]
+    assert preview.main([*given, "--row", "chat#7\x07"]) == 0
+    said = capsys.readouterr().out
+    assert "⟦red \\x1b[31m\\u202e⟧" in said and "--- chat#7\\x07: " in said and "fanned out" not in said
+    forgets = tmp_path / "t.jinja"
+    forgets.write_text(FORGETS_THINK)
+    two = [*row("q", "<think>a</think>b")["messages"], *row("q", "<think>c</think>d")["messages"]]
+    given[-1] = str(write_lines(tmp_path / "two.jsonl", {"id": "x", "messages": two}, {"messages": []}))
+    assert preview.main([*given, "--row", "x", f"model.chat_template={forgets}"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--- x#") == 2
+    counts = {line.split()[1]: int(line.split()[0]) for line in said.partition("---\n")[2].splitlines()}
+    assert counts["used"] == counts["read"] + counts["fanned"] - counts["dropped:"] == 2
+    assert run_command("preview", [*given, "--html", str(tmp_path / "no" / "x.html")]) == 2
+    assert "no such folder" in capsys.readouterr().err
 
 
 def levels(argv, capsys):
@@ -70,3 +96,18 @@ def test_doctor_finds_what_makes_heads_fail(tiny_target_dir, data, tmp_path, cap
     assert found["evaluation"] == "warn" and "teacher parity" not in found
     code, found = levels(["--data", str(data), *model, "eagle.draft_vocab_size=300"], capsys)
     assert code == 1 and found["head"] == "FAIL"
+
+
+def test_doctor_looks_for_a_prompt_of_text(tiny_target_dir, tiny_target, tmp_path, capsys):
+    made = [{"input_ids": [70] * (n + m), "loss_mask": [0] * n + [1] * m} for n, m in ((0, 9), (2046, 1))]
+    rows = [*made, row("q", "a")]
+    given = ["--data", str(write_lines(tmp_path / "d.jsonl", *rows)), "--model", str(tiny_target_dir)]
+    _, found = levels([*given, f"training.output_dir={tmp_path / 'run'}", "eagle.draft_vocab_size=null"], capsys)
+    assert found["validation"] == "ok" and "captured layers" in found
+    images = RowImages("", (), "", 2)
+    pictured = [TokenizedRow("p", "all", [70, 71, 72], [False, True, True], 1, images)]
+    data = TokenizedDataset(pictured, DataReport(read=1, rows=1, tokens=3, supervised=2), "")
+    recipe = load_recipe("quickstart")
+    findings = {f.title: f.level for f in target_findings(recipe, tiny_target, data, (1, 3, 4))}
+    assert findings == {"teacher parity": "good", "captured layers": "warning"}
+    assert doctor._can_be_validated(recipe, tiny_target, data).found == "not tried: no row has a prompt of text alone"

@@ -117,7 +117,7 @@ def test_settings_cannot_be_mixed(tiny_target_dir, questions, tmp_path, capsys):
     assert synthesize(tiny_target_dir, questions, output, "--chat_template", str(template)) == 2
     assert "chat_template=None, this run has chat_template=" in capsys.readouterr().err
     assert synthesize(tiny_target_dir, questions, output, "--chat_template", "nowhere.jinja") == 2
-    assert "no file nowhere.jinja" in capsys.readouterr().err
+    assert "found no file 'nowhere.jinja'" in capsys.readouterr().err
     (tmp_path / "out.jsonl.settings.json").write_text("{")
     assert synthesize(tiny_target_dir, questions, output) == 2
     assert "is not JSON" in capsys.readouterr().err

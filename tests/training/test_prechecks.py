@@ -9,7 +9,7 @@ import modelopt_eagle.training.run as run
 from modelopt_eagle import train
 from modelopt_eagle.data.vocab import required_ids, save_draft_vocab
 from modelopt_eagle.draft import DraftVocab
-from modelopt_eagle.errors import CheckpointError, DataError, RecipeError, TrainingError
+from modelopt_eagle.errors import CheckpointError, DataError, RecipeError, TargetError, TrainingError
 from modelopt_eagle.target import chat
 from modelopt_eagle.target.identity import tokenizer_hash
 from modelopt_eagle.target.tiny import make_byte_tokenizer, make_tiny_target
@@ -34,6 +34,17 @@ def test_a_misspelt_path_is_found_before_the_target_is_loaded(tiny_target_dir, d
     wrong = tmp_path / "no" / "such.jsonl"
     with pytest.raises((DataError, RecipeError), match="no such file|is no folder"):
         train(small_recipe(tiny_target_dir, data, tmp_path / "run", f"{key}={wrong}"), quiet=True)
+
+
+@pytest.mark.parametrize("key", ["eagle.draft_vocab_size=300", "eagle.aux_layer_ids=[1, 3, 9]"])
+def test_sizes_that_the_config_contradicts_are_found_before_the_weights_are_loaded(
+    tiny_target_dir, data, tmp_path, monkeypatch, key
+):
+    monkeypatch.setattr(run, "load", lambda *arguments: pytest.fail("the target was loaded"))
+    with pytest.raises(
+        (CheckpointError, TargetError), match=r"\(300\) is larger than .* \(256\)|layer ids from 0 to 7"
+    ):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run", key), quiet=True)
 
 
 def test_a_map_of_other_data_stops_the_run(tiny_target_dir, tiny_target, data, tmp_path):
