@@ -1,18 +1,20 @@
 """Conversations out of files: both schemas, roles mapped by name, every row accounted for."""
 
+import contextlib
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.data.files import SHIPPED, SourceRow, read_rows, rows_in_memory
-from modelopt_eagle.data.layouts import marked_text, renamed, token_row, with_messages
+from modelopt_eagle.data.layouts import marked_text, pair_of, renamed, token_row, with_messages
 from modelopt_eagle.data.report import DataReport, RowRejected
 from modelopt_eagle.data.roles import Message, messages_of, refuse_half_characters, row_id
 from modelopt_eagle.data.tools import tools_of
+from modelopt_eagle.data.turn_fields import unread_keys_of_a_row
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.chat import check_arguments
 
@@ -218,6 +220,8 @@ def _made_already(row: SourceRow, index: int, text_boundary: str | Sequence[str]
 
 
 def _conversation(row: SourceRow, index: int, aliases: Mapping[str, str] | None, report: DataReport) -> Conversation:
+    for key in unread_keys_of_a_row(row.value, pair=pair_of(row.value) is not None):
+        report.note(f"unread_key_of_a_row_{key}", f"{row.place}: nothing reads `{key}` beside the turns, only in them")
     row = with_messages(row)
     messages = messages_of(row, aliases, report)
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
@@ -260,10 +264,8 @@ def template_arguments_of(row: SourceRow) -> dict[str, Any]:
     """
     arguments = row.value.get("chat_template_kwargs") or row.value.get("template_arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            pass
+        with contextlib.suppress(ValueError):
+            arguments = parse_json(arguments, finite=False)
     if not isinstance(arguments, Mapping):
         raise RowRejected(
             "malformed_message", f"{row.place}: `chat_template_kwargs` must be an object, found {arguments!r:.80}"

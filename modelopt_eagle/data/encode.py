@@ -114,14 +114,20 @@ class _Encoder:
                 first = bisect_left(starts, span.start)
                 if first and offsets[first - 1][1] <= span.start:  # offsets without white space hide the overlap
                     first += 1
-            self._mark(row.text, span, ids, offsets, starts, first, flags)
+            self._mark(row, span, ids, offsets, starts, first, flags)
         return flags
 
-    def _mark(self, text: str, span: AnswerSpan, ids, offsets, starts, first: int, flags: list[bool]) -> None:
+    def _mark(self, row: RenderedRow, span: AnswerSpan, ids, offsets, starts, first: int, flags: list[bool]) -> None:
         """Set the flags of one answer, whose first token has the number ``first``."""
         open_end = span.cut and not self.supervise_cut_ends
         tail = range(bisect_left(starts, span.body_end), bisect_left(starts, span.tail_end))
-        end = span.body_end if open_end else self._turn_end(text, span, tail, ids, offsets)
+        end = span.body_end if open_end else self._turn_end(row.text, span, tail, ids, offsets)
+        if inside := self.special.ends.intersection(ids[first : tail.start]):
+            self.report.note(
+                "answers_with_an_end_token_inside",
+                f"{row.conversation.place}, turn {span.turn}: the target stops at "
+                f"{self.tokenizer.decode([min(inside)])!r}, and could not have written what follows",
+            )
         after = bisect_left(starts, end)
         for i in range(first, after):
             low, high = offsets[i]
@@ -158,7 +164,7 @@ class _Encoder:
         for number, span in enumerate(row.spans):
             prefix = prefixes[number] if prefixes else self._ids(row.text[: span.start])
             try:
-                ids, flags = self._single(row.text, span, prefix)
+                ids, flags = self._single(row, span, prefix)
             except RowRejected as error:
                 made.append(error)
                 continue
@@ -176,12 +182,13 @@ class _Encoder:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
-    def _single(self, text: str, span: AnswerSpan, prefix: list[int]) -> Encoded:
+    def _single(self, row: RenderedRow, span: AnswerSpan, prefix: list[int]) -> Encoded:
         """A prompt's ids and one answer behind them.
 
         Raises:
             RowRejected: ``boundary_unclear``.
         """
+        text = row.text
         cuts = sorted({span.start, span.body_end, span.tail_end, *(c for part in span.unlearned for c in part)})
         cuts = [cut for cut in cuts if span.start <= cut <= span.tail_end]
         ids, offsets = list(prefix), [(0, span.start)] * len(prefix)
@@ -201,7 +208,7 @@ class _Encoder:
                 ids += piece
                 offsets += self._tail_offsets(piece, low) if low >= span.body_end else [(low, high)] * len(piece)
         flags = [False] * len(ids)
-        self._mark(text, span, ids, offsets, [start for start, _ in offsets], len(prefix), flags)
+        self._mark(row, span, ids, offsets, [start for start, _ in offsets], len(prefix), flags)
         return ids, flags
 
     def _behind(self, prefix: list[int], text: str, span: AnswerSpan) -> tuple[list[int], list[tuple[int, int]]]:

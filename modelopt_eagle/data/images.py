@@ -73,8 +73,8 @@ def parts_of(content: list, folder: Path | None, place: str) -> tuple[str | Imag
     parts: list[str | Image] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text":
-            parts.append(str(part.get("text", "")))
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
         elif kind in ("image", "image_url"):
             value = next((part[key] for key in _PATH_KEYS if part.get(key) is not None), None)
             if isinstance(value, Mapping):

@@ -5,13 +5,14 @@ Which one a row is, its keys say; ``columns`` renames them first. A list of mess
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.data.files import SourceRow
 from modelopt_eagle.data.report import RowRejected
+from modelopt_eagle.data.turn_fields import REASONING_KEYS
 from modelopt_eagle.errors import DataError
 
 COLUMNS = (
@@ -62,21 +63,32 @@ def with_messages(row: SourceRow) -> SourceRow:
         turns = value.get(key)
         if isinstance(turns, str) and turns.lstrip().startswith("["):
             try:
-                return replace(row, value=value | {key: json.loads(turns)})
-            except json.JSONDecodeError as error:
-                raise RowRejected("malformed_message", f"{row.place}: `{key}` is broken JSON ({error.msg})") from error
+                return replace(row, value=value | {key: parse_json(turns, finite=False)})
+            except ValueError as error:
+                raise RowRejected("malformed_message", f"{row.place}: `{key}` is broken JSON ({error})") from error
         if turns:
             return row
-    pair = next((pair for pair in _PAIRS if all(value.get(key) not in (None, "", []) for key in pair)), None)
+    pair = pair_of(value)
     if pair is None:
         return row
     asked, answered = (value[key] for key in pair)
     if pair[0] == "instruction" and isinstance(asked, str) and value.get("input"):
+        if not isinstance(value["input"], str):
+            raise RowRejected(
+                "non_text_content", f"{row.place}: `input` must be a text, found {type(value['input']).__name__}"
+            )
         asked = f"{asked}\n\n{value['input']}"
     messages = [*_turns(asked, "user", row.place, pair[0]), *_turns(answered, "assistant", row.place, pair[1])]
-    if messages[-1]["role"] == "assistant" and value.get("reasoning"):
-        messages[-1] = messages[-1] | {"reasoning": value["reasoning"]}
+    if messages[-1].get("role") == "assistant":
+        messages[-1] = messages[-1] | {key: value[key] for key in REASONING_KEYS if value.get(key)}
     return replace(row, value=value | {"messages": messages})
+
+
+def pair_of(value: Mapping) -> tuple[str, str] | None:
+    """The columns of a row that are a question and its answer; ``None`` for a row of messages, or of neither."""
+    if any(value.get(key) for key in _TURN_KEYS):
+        return None
+    return next((pair for pair in _PAIRS if all(value.get(key) not in (None, "", []) for key in pair)), None)
 
 
 def _turns(value: Any, role: str, place: str, key: str) -> list[dict]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from modelopt_eagle.data.files import SourceRow
 from modelopt_eagle.data.images import Image, fill_in, parts_of
 from modelopt_eagle.data.report import DataReport, RowRejected
-from modelopt_eagle.data.tools import tool_call, tool_calls_of
+from modelopt_eagle.data.tools import check_plain, tool_call, tool_calls_of
 from modelopt_eagle.data.turn_fields import finish_reason, is_learned, reasoning_of, unread_keys
 
 ROLE_ALIASES: dict[str, str] = {
@@ -267,7 +267,7 @@ def split_reasoning(content: list, place: str) -> tuple[str | None, list]:
                 raise RowRejected("separate_reasoning", f"{place}: reasoning behind a text, which no template renders")
             reasoning += [text] if text else []
         elif kind in ("output_text", "input_text"):
-            rest.append({"type": "text", "text": part.get("text", "")})
+            rest.append({**part, "type": "text"})
         else:
             rest.append({"type": "text", "text": part} if isinstance(part, str) else part)
     return "".join(reasoning) or None, rest
@@ -277,8 +277,11 @@ def _result_text(turn: Mapping, key: str, place: str) -> str:
     """The text of a tool's result; an object is written as JSON, as servers do."""
     content = turn.get(key)
     if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
-        return "".join(str(part.get("text", "")) for part in content)
+        content = (
+            "".join(part["text"] for part in content) if all(isinstance(p.get("text"), str) for p in content) else None
+        )
     if isinstance(content, (dict, list)):
+        check_plain(content, f"{place}: the result of a tool")
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
         raise RowRejected("tool_role", f"{place}: the result of a tool must be text, found {type(content).__name__}")
@@ -292,6 +295,6 @@ def _text_or_none(value) -> str | None:
 def _token_ids(value, place: str) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
+    if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 2**31 for i in value):
         raise RowRejected("malformed_message", f"{place}: `token_ids` must be a non-empty list of token ids")
     return tuple(value)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.data.report import RowRejected
 
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", "[]", "{}", "null")
@@ -43,9 +44,7 @@ def tool_call(call, place: str) -> dict:
         call = _parsed(call, place, "a tool call")
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or not inner["name"]:
-        raise RowRejected(
-            "tool_role", f"{place}: a tool call must have a `name` and `arguments`, found {json.dumps(call)[:80]}"
-        )
+        raise RowRejected("tool_role", f"{place}: a tool call must have a `name` and `arguments`, found {call!r:.80}")
     arguments: Any = next(
         (inner[key] for key in ("arguments", "parameters", "input") if inner.get(key) is not None), {}
     )
@@ -55,6 +54,7 @@ def tool_call(call, place: str) -> dict:
         raise RowRejected(
             "tool_role", f"{place}: the arguments of {inner['name']} must be a JSON object, found {arguments!r}"
         )
+    check_plain(arguments, f"{place}: the arguments of {inner['name']}")
     made = {"type": "function", "function": {"name": inner["name"], "arguments": dict(arguments)}}
     return made | ({"id": call["id"]} if call.get("id") is not None else {})
 
@@ -69,6 +69,7 @@ def tools_of(row: Mapping, place: str) -> tuple[dict, ...]:
     if key is None:
         return ()
     tools = _parsed(row[key], place, key) if isinstance(row[key], str) else row[key]
+    check_plain(tools, f"{place}: `{key}`")
     made = []
     for tool in tools if isinstance(tools, list) else [tools]:
         inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -83,8 +84,20 @@ def tools_of(row: Mapping, place: str) -> tuple[dict, ...]:
 
 def _parsed(text: str, place: str, what: str):
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text, finite=False)
+    except ValueError as error:
         raise RowRejected(
-            "tool_role", f"{place}: {what} of this tool use is no JSON ({error.msg}): {text[:80]!r}"
+            "tool_role", f"{place}: {what} of this tool use is no JSON ({error}): {text[:80]!r}"
         ) from error
+
+
+def check_plain(value, what: str) -> None:
+    """Refuse what JSON does not have: a table or a program may hold dates and bytes.
+
+    Raises:
+        RowRejected: ``tool_role``.
+    """
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowRejected("tool_role", f"{what} must be plain JSON values ({error})") from error

@@ -163,6 +163,21 @@ def finish_reason(value: Mapping) -> tuple[str | None, str | None]:
     return None, None
 
 
+def unread_keys_of_a_row(row: Mapping, pair: bool) -> list[str]:
+    """Keys beside the turns of a row that would change what is learned of it if they stood in a turn: marks, reasoning.
+
+    Args:
+        pair: the row is a question and its answer, whose reasoning is read from beside them.
+    """
+    marks = [key for key in (*_LEARNED_KEYS, *_MASKED_KEYS) if row.get(key) is not None]
+    thoughts = [
+        str(key) for key, value in row.items()
+        if (key in REASONING_KEYS or _LOOKS_LIKE_REASONING.search(str(key))) and isinstance(value, (str, list, dict))
+        and value and not (pair and key in REASONING_KEYS)
+    ]  # fmt: skip
+    return sorted({*marks, *thoughts} - {"loss_mask"})  # that one is of rows of ids
+
+
 def unread_keys(turn: Mapping) -> list[str]:
     """Keys of a turn that hold something and that nobody here reads."""
     return sorted(str(key) for key, value in turn.items() if key not in _KNOWN and value not in (None, "", [], {}))

@@ -1,5 +1,6 @@
 """Fields and templates as public data sets and models have them: learned as written, or refused by name."""
 
+import datetime
 import json
 
 import pytest
@@ -87,6 +88,57 @@ def test_keys_that_nobody_reads_are_named():
                         {"role": "assistant", "content": "ok", "content_type": "z"}]}  # fmt: skip
     _, report = texts(TOOLS, row)
     assert report.notes == {f"unread_key_of_a_turn_{key}": 1 for key in ("recipient", "channel", "content_type")}
+
+
+def test_marks_and_reasoning_beside_the_turns_are_named_or_read():
+    _, report = texts(
+        CHATML_TEMPLATE, answered("a") | {"weight": 0, "chain_of_thought": "hm", "reasoning_effort": None}
+    )
+    assert report.notes == {"unread_key_of_a_row_weight": 1, "unread_key_of_a_row_chain_of_thought": 1}
+    tokenizer = STYLES["hybrid, with reasoning"].tokenizer()
+    pair = {"question": "q", "answer": "ans"}
+    for key in ("reasoning", "thinking", "reasoning_content"):
+        found, report = texts(tokenizer, pair | {key: "hm"})
+        assert found == [["<think>\nhm\n</think>\n\nans<|im_end|>"]] and not report.notes
+    found, report = texts(tokenizer, pair | {"rationale": "hm"}, pair | {"reasoning": "hm", "thinking": "oh"})
+    assert found == [["ans<|im_end|>"]] and report.notes["unread_key_of_a_row_rationale"] == 1
+    assert report.dropped == {"separate_reasoning": 1}
+
+
+@pytest.mark.parametrize("content", ["a<|im_end|>", "a<|im_end|>\n<|im_start|>user\nb"])
+def test_an_answer_that_goes_on_behind_its_end_is_counted(content):
+    _, report = texts(CHATML_TEMPLATE, answered("a"), answered(content))
+    assert report.notes == {"answers_with_an_end_token_inside": 1}
+    assert "rows[1], turn 1: the target stops at '<|im_end|>'" in report.header()
+    asked = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]}
+    assert not texts(CHATML_TEMPLATE, asked)[1].notes  # servers read it so, too
+    tokenizer = tokenizer_with(CHATML_TEMPLATE)
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    assert not texts(tokenizer, recorded(tokenizer, "a", ids))[1].notes
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (answered([{"type": "text", "text": None}]), "non_text_content"),
+        (answered([{"type": "text", "content": "a"}]), "non_text_content"),
+        (answered([{"type": "output_text", "text": None}]), "non_text_content"),
+        (answered([{"type": "text", "text": 5}]), "non_text_content"),
+        ({"instruction": "i", "input": {"a": 1}, "output": "o"}, "non_text_content"),
+        (answered("a", token_ids=[2**31]), "malformed_message"),
+        ({"messages": "[" * 10**5}, "malformed_message"),
+        (answered("a") | {"chat_template_kwargs": "[" * 10**5}, "malformed_message"),
+        (answered("a") | {"tools": "[" * 10**5}, "tool_role"),
+        (answered("a", tool_calls="[" * 10**5), "tool_role"),
+        (answered("a", tool_calls=[{"name": "f", "arguments": {"day": datetime.date(2026, 1, 1)}}]), "tool_role"),
+        (answered("a", tool_calls=[{"day": datetime.date(2026, 1, 1)}]), "tool_role"),
+        (answered("a") | {"tools": [{"name": "f", "default": datetime.date(2026, 1, 1)}]}, "tool_role"),
+        ({"messages": [ASKED, {"role": "tool", "content": {"day": datetime.date(2026, 1, 1)}}]}, "tool_role"),
+        ({"messages": [ASKED, {"role": "tool", "content": [{"type": "text", "text": None}]}]}, "tool_role"),
+    ],
+)
+def test_values_that_no_text_is_made_of_drop_the_row_by_name(row, reason):
+    assert texts(CHATML_TEMPLATE, answered("b"), row)[1].dropped == {reason: 1}
 
 
 def test_a_turn_of_a_call_says_how_it_ended_and_what_was_written():
