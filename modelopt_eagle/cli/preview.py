@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     from modelopt_eagle.cli._tokenised import tokenised
     from modelopt_eagle.common.files import write_whole
+    from modelopt_eagle.common.output import print_coloured
     from modelopt_eagle.common.text import visible
     from modelopt_eagle.data.preview import coloured, count_table, page
     from modelopt_eagle.errors import DataError
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in shown:
         row = data.rows[number]
         print(f"--- {visible(row.id)}: {len(row.input_ids)} tokens, {sum(row.supervised)} supervised")
-        print(coloured(row, source.tokenizer, source.end_token_ids, colour))
+        print_coloured(coloured(row, source.tokenizer, source.end_token_ids, colour))
     print("---")
     for what, counted, meaning in count_table(data.report):
         print(visible(f"{counted:>9}  {what}{f' ({meaning})' if meaning else ''}"))

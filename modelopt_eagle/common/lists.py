@@ -24,6 +24,6 @@ def parse_ids(text: str | None, option: str, error: type[EagleError]) -> tuple[i
     if text is None:
         return None
     parts = text.replace(",", " ").split()
-    if not parts or not all(part.lstrip("-").isdecimal() for part in parts):
+    if not parts or not all(part.removeprefix("-").isdecimal() for part in parts):
         raise error(f"{option} takes numbers such as 1,14,26; found {text!r}")
     return tuple(map(int, parts))

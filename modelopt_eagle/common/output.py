@@ -90,6 +90,14 @@ class _Visible(_Guarded):
         return len(text)
 
 
+def print_coloured(text: str) -> None:
+    """Print a line with our own colours on standard output; what others wrote in it was made visible before."""
+    if isinstance(sys.stdout, _Visible):
+        _Guarded.write(sys.stdout, text + "\n")
+    else:
+        sys.stdout.write(text + "\n")
+
+
 def flush(stream) -> OSError | None:
     """Flush a stream; returns the failure, if there is one."""
     try:

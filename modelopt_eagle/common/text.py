@@ -39,3 +39,9 @@ def markdown_with_code(text: str) -> str:
 def argument(text: str) -> str:
     """A text as one argument of a shell command that people copy; control characters are shown as escapes."""
     return shlex.quote(visible(text).replace("`", "'"))
+
+
+def first_line(error: object) -> str:
+    """The first line of an error's text that says something, or the error's type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -160,9 +160,12 @@ def _apply_override(content: dict[str, dict[str, Any]], text: str) -> str:
     if below:
         if dict not in kinds:
             raise RecipeError(f"override {text!r}: {section}.{key} has no keys below it; write {section}.{key}=VALUE")
-        inner = body[key] = dict(body.get(key) or {})
-        for part in below[:-1]:
-            inner[part] = dict(inner.get(part) or {})
+        inner = body
+        for part in (key, *below[:-1]):
+            above = inner.get(part) or {}
+            if not isinstance(above, dict):
+                raise RecipeError(f"override {text!r}: {part} is {above!r}, which has no keys below it")
+            inner[part] = dict(above)
             inner = inner[part]
         inner[below[-1]] = value
     else:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from modelopt_eagle.common.files import write_whole
+from modelopt_eagle.common.files import read_json, write_whole
 from modelopt_eagle.errors import DataError
 
 _ATTRIBUTE = "modelopt_eagle_chat_settings"
@@ -136,11 +136,15 @@ DATE_FILE = "template_date.json"
 
 
 def kept_date(folder: Path) -> str | None:
-    """The day that a folder's rows were rendered with, ``None`` if it says nothing."""
-    try:
-        return json.loads((folder / DATE_FILE).read_text(encoding="utf-8"))["template_date"]
-    except (OSError, ValueError, KeyError):
+    """The day that a folder's rows were rendered with, ``None`` if it says nothing.
+
+    Raises:
+        DataError: its file is broken; another day would make other rows.
+    """
+    path = folder / DATE_FILE
+    if not path.is_file():
         return None
+    return read_json(path, DataError, "remove it, and rows are rendered with today's date").get("template_date")
 
 
 def keep_date(folder: Path, date: str) -> None:

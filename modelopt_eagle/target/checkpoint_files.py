@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.strict_json import parse_json
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.identity import folder_fingerprint
 
@@ -109,7 +110,7 @@ def hub_file(name: str, file_name: str, revision: str | None = None) -> Path | N
             _raise_exceptions_for_connection_errors=False,
         )
     except OSError as error:
-        raise TargetError(f"{name}: cannot fetch {file_name}: {str(error).splitlines()[0]}") from error
+        raise TargetError(f"{name}: cannot fetch {file_name}: {first_line(error)}") from error
     return None if found is None else Path(found)
 
 

@@ -13,6 +13,7 @@ import torch
 from modelopt_eagle.common.console import line_handler
 from modelopt_eagle.common.dtypes import MODEL_DTYPES
 from modelopt_eagle.common.strict_json import parse_json
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
@@ -248,12 +249,6 @@ def read_chat_template(chat_template: str | Path) -> str:
     if not path.is_file():
         raise TargetError(f"chat template: expected Jinja text or a file that holds it, found no file {text!r}")
     return path.read_text(encoding="utf-8")
-
-
-def first_line(error) -> str:
-    """The first line of an error's text that says something, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def _model_type(place) -> str | None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.common.strict_json import parse_json
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 
 FOLDER = "target_adapter"
@@ -243,7 +244,7 @@ def attach(model: nn.Module, folder: Path):
             warnings.simplefilter("ignore")  # what is missing is named below
             adapted = peft.PeftModel.from_pretrained(model, str(folder))
     except (ValueError, RuntimeError) as error:
-        raise TargetError(f"{folder} does not fit {type(model).__name__}: {str(error).splitlines()[0]}") from error
+        raise TargetError(f"{folder} does not fit {type(model).__name__}: {first_line(error)}") from error
     inside = {
         name.replace(".default.", "."): parameter
         for name, parameter in adapted.named_parameters()

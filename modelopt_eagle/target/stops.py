@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.checkpoint_files import hub_file
 
@@ -56,6 +57,6 @@ def read_generation_config(place: Path | str, revision: str | None = None) -> An
         return GenerationConfig.from_pretrained(str(path.parent))
     except (OSError, ValueError, TypeError) as error:
         raise TargetError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}): fetch it again, or remove it to stop at the end "
+            f"{path} cannot be read ({first_line(error)}): fetch it again, or remove it to stop at the end "
             "tokens of tokenizer and config.json alone"
         ) from error

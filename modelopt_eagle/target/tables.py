@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from modelopt_eagle.common.dtypes import MODEL_DTYPES
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import identity
 from modelopt_eagle.target.checkpoint_files import CheckpointFiles, content_revision
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
-from modelopt_eagle.target.load import causal_class, first_line, load_config, load_tokenizer, resolve
+from modelopt_eagle.target.load import causal_class, load_config, load_tokenizer, resolve
 from modelopt_eagle.target.parts import TargetParts, find_parts
 from modelopt_eagle.target.stops import find_end_token_ids, read_generation_config
 from modelopt_eagle.target.vision import VisionProcessor, vision_of

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from modelopt_eagle.common.package import require_extra
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import ImageError, TargetError
 
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -162,9 +163,8 @@ def load_processor(place: Path | str, config, revision: str | None = None, trust
 
 
 def _missing(place, error) -> TargetError:
-    words = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return TargetError(
-        f"{place}: rows with images need the target's processor, and it cannot be loaded ({words}). Put "
+        f"{place}: rows with images need the target's processor, and it cannot be loaded ({first_line(error)}). Put "
         f"{' or '.join(_CONFIG_FILES)} beside the tokenizer (processor.save_pretrained), or give rows of text"
     )
 

@@ -47,7 +47,7 @@ def test_ids_in_text(text, ids):
     assert parse_ids(text, "--aux-layers", FeatureError) == ids
 
 
-@pytest.mark.parametrize("text", ["", " , ", "1,x", "1.5", "--1x"])
+@pytest.mark.parametrize("text", ["", " , ", "1,x", "1.5", "--1x", "--1", "1-"])
 def test_text_that_holds_no_ids(text):
     with pytest.raises(FeatureError, match="--aux-layers takes numbers such as 1,14,26; found"):
         parse_ids(text, "--aux-layers", FeatureError)

@@ -1,5 +1,8 @@
 """Looking at data before training: rows in colour, the count of every reason, and what makes heads fail later."""
 
+import subprocess
+import sys
+
 import pytest
 from data_toy import FORGETS_THINK, write_lines
 
@@ -56,6 +59,13 @@ def test_preview_finds_every_id_shows_no_escapes_and_counts_rows_that_were_fanne
     assert counts["used"] == counts["read"] + counts["fanned"] - counts["dropped:"] == 2
     assert run_command("preview", [*given, "--html", str(tmp_path / "no" / "x.html")]) == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_colours_reach_the_terminal_and_escapes_of_the_data_do_not(tiny_target_dir, tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", row("q", "red \x1b[31m"))
+    command = [sys.executable, "-m", "modelopt_eagle.cli.main", "preview", "--colour", "always", "--data", str(data)]
+    done = subprocess.run([*command, "--model", str(tiny_target_dir)], capture_output=True, text=True, check=True)
+    assert "\x1b[32mred \\x1b[31m\x1b[0m\x1b[1;35m<|im_end|>\x1b[0m" in done.stdout
 
 
 def levels(argv, capsys):

@@ -144,6 +144,13 @@ def test_a_wrong_override_is_named(override, said):
     assert said in found
 
 
+def test_keys_below_a_value_that_has_none_are_named():
+    with pytest.raises(RecipeError, match="'data.template_arguments.a.b=1': a is 5, which has no keys below it"):
+        load_recipe(None, ["data.template_arguments={a: 5}", "data.template_arguments.a.b=1"])
+    with pytest.raises(RecipeError, match="role_aliases is 5, which has no keys below it"):
+        load_recipe({"data": {"role_aliases": 5}}, ["data.role_aliases.bot=assistant"])
+
+
 def test_a_wrong_file_is_named_with_line_and_key(tmp_path):
     path = write(tmp_path, "training:\n  epochs: 1\n  lr: 1e-3\n  batch_size: many\neagle:\n  loss: klx\n")
     found = message(path).split("\n")

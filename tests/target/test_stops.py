@@ -125,3 +125,14 @@ def test_a_generation_config_that_cannot_be_read_is_said(folder, tmp_path):
     (tmp_path / "generation_config.json").unlink()
     assert read_generation_config(tmp_path) is None
     assert load_target(tmp_path).end_token_ids == load_target_tables(tmp_path).end_token_ids
+
+
+def test_an_error_without_words_is_said_by_its_kind(folder, monkeypatch):
+    import transformers
+
+    def refuse(path):
+        raise OSError
+
+    monkeypatch.setattr(transformers.GenerationConfig, "from_pretrained", refuse)
+    with pytest.raises(TargetError, match=r"generation_config.json cannot be read \(OSError\)"):
+        read_generation_config(folder)

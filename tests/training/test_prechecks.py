@@ -138,3 +138,7 @@ def test_arguments_and_date_are_the_runs_own(tiny_target_dir, tmp_path, data, mo
 
     assert render_text(tokenizer, [Message("user", "q")], True).startswith("2026/01/31!")
     assert json.loads((tmp_path / "run" / chat.DATE_FILE).read_text()) == {"template_date": "2026-01-31"}
+    for broken in ("[1]", "{"):
+        (tmp_path / "run" / chat.DATE_FILE).write_text(broken)
+        with pytest.raises(DataError, match="template_date.json.*: remove it"):
+            chat.kept_date(tmp_path / "run")
