@@ -12,9 +12,17 @@ from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data.prompts import Prompt
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.serving import live
-from modelopt_eagle.serving.bench import Load, bench
+from modelopt_eagle.serving.bench import Load, Outcome, account_for, bench
 from modelopt_eagle.serving.bench_report import WITH, WITHOUT, BenchReport, Cell, Side, percentile, spread
-from modelopt_eagle.serving.live import Acceptance, LiveServer, Reading, difference, read_metrics, read_stream
+from modelopt_eagle.serving.live import (
+    Acceptance,
+    LiveServer,
+    Reading,
+    StreamedAnswer,
+    difference,
+    read_metrics,
+    read_stream,
+)
 from tests.serving.fake_server import TOKENS, FakeServer
 
 
@@ -352,6 +360,21 @@ def test_a_stream_that_is_not_whole_is_no_answer(timed, words, monkeypatch):
 def test_percentiles_are_those_of_numpy():
     assert [percentile([4.0, 1.0, 3.0, 2.0], p) for p in (0, 50, 90, 100)] == pytest.approx([1.0, 2.5, 3.7, 4.0])
     assert spread([]) is None and spread([2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 2.0, "p99": 2.0}
+
+
+def test_an_answer_becomes_its_numbers():
+    cell = Cell("a", 1, 3)
+    account_for(Outcome("p", 0, 9.0, StreamedAnswer("x", 0.5, 2.0, 2.5, 7, 4, "length")), cell)
+    account_for(Outcome("q", 0, 9.5, StreamedAnswer("", 0.25, 0.25, 0.5, 3, 1, "stop")), cell)
+    assert (cell.first_token, cell.per_token, cell.request) == ([0.5, 0.25], [0.5], [2.5, 0.5])
+    assert (cell.answered, cell.prompt_tokens, cell.completion_tokens, cell.cut, cell.untold) == (2, 10, 5, 1, 0)
+
+
+def test_seconds_are_from_the_first_request_to_the_last_end(serve):
+    begun = time.perf_counter()
+    cell = measure(serve(delay=0.15), {"a": prompts_of("slow", "slow")}).sides[0].cells[0]
+    assert 0.3 <= cell.seconds < time.perf_counter() - begun
+    assert sum(cell.request) <= cell.seconds and cell.tokens_per_second == 2 * TOKENS / cell.seconds
 
 
 def test_speed_and_speedup_are_of_tokens_a_second():
