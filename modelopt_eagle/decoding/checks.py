@@ -13,15 +13,18 @@ from modelopt_eagle.target.identity import tokenizer_hash
 from modelopt_eagle.target.model import Target
 
 
-def check_pair(target: Target, draft: DraftModule, plan: DraftPlan) -> list[str]:
+def check_pair(target: Target, draft: DraftModule, plan: DraftPlan, sample_drafts: bool = False) -> list[str]:
     """Check that the head was made for this target and can draft this plan.
+
+    Args:
+        sample_drafts: whether drafts are to be drawn.
 
     Returns:
         What a user should know of drafting so with this head.
 
     Raises:
         DecodingError: other vocabulary, width, tokenizer or layers, a branching above the draft vocabulary, more tokens
-            than the head can draft, or a tree that the target cannot read.
+            than the head can draft, trees or drawn drafts that it has none of, or a tree that the target cannot read.
         CheckpointError: the head's vocabulary map is unset.
     """
     config = draft.config
@@ -48,7 +51,12 @@ def check_pair(target: Target, draft: DraftModule, plan: DraftPlan) -> list[str]
             f"topk must be at most the draft vocabulary, {config.draft_vocab_size} tokens, found {plan.topk}"
         )
     check_shape(target, siblings=has_siblings(plan), ragged=False, slots=None)
-    return algorithm_of(config).check_plan(config, plan)
+    algorithm = algorithm_of(config)
+    if plan.is_tree and not algorithm.trees:
+        raise DecodingError(f'{algorithm.title} heads draft no trees: draft a chain (mode="chain")')
+    if sample_drafts and not algorithm.draws:
+        raise DecodingError(f"{algorithm.title} heads draft the likeliest tokens only: leave sample_drafts at False")
+    return algorithm.check_plan(config, plan)
 
 
 def has_siblings(plan: DraftPlan) -> bool:

@@ -93,7 +93,7 @@ class PseudoSpeculativeGenerator:
             if self.plan.depth:
                 raise DecodingError("drafting needs a draft head; for plain decoding pass num_steps=0")
         else:
-            self.notes = check_pair(target, draft, self.plan)
+            self.notes = check_pair(target, draft, self.plan, bool(sample_drafts))
             draft.meet_target(target.head.rows)
         self.sample_drafts = bool(sample_drafts)
         if self.sample_drafts and self.plan.is_tree and self.plan.num_nodes != 1 + self.plan.topk * self.plan.depth:

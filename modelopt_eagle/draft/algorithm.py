@@ -226,6 +226,7 @@ class Algorithm:
         final_state: whether it reads the target's final state (its last layer, after the norm) where others read the
             captured layers; the loop's ``aux_hidden`` is then ``[B, m, Ht]`` of those.
         trees: whether it drafts trees.
+        draws: whether its loops can draw their drafts, see :class:`DrawingLoop`.
         shares_context: whether a batch can be shared over processes by positions.
     """
 
@@ -256,6 +257,7 @@ class Algorithm:
     weigh: Callable[..., Tensor | None] = _of_the_recipe
     final_state: bool = False
     trees: bool = True
+    draws: bool = False
     shares_context: bool = True
 
 

@@ -238,11 +238,12 @@ def check_drafter(recipe: Recipe) -> None:
     """Refuse what the recipe's drafter cannot do, before anything is loaded.
 
     Raises:
-        RecipeError: an unknown drafter; a tree, a shared batch or a start from the target that it does not have.
+        RecipeError: an unknown drafter; a tree, drawn drafts, a shared batch or a start from the target that it does not have.
     """
     algorithm = find_algorithm(recipe.drafter.algorithm)
     cannot = {
         "validation.mode: tree": recipe.validation.mode == "tree" and not algorithm.trees,
+        "validation.sample_drafts": recipe.validation.sample_drafts and not algorithm.draws,
         "training.context_parallel above 1": recipe.training.context_parallel > 1 and not algorithm.shares_context,
         "eagle.init: target": recipe.eagle.init == "target" and algorithm.from_target is None,
     }

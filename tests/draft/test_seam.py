@@ -1,5 +1,6 @@
 """The seam for drafters: one that is registered here goes the whole way without a touch of the package."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
 from modelopt_eagle.draft.algorithm import SHIPPED, algorithm_of, find_algorithm, known_algorithms
 from modelopt_eagle.draft.eagle3.algorithm import STRUCTURE
-from modelopt_eagle.errors import ExportError, RecipeError
+from modelopt_eagle.errors import DecodingError, ExportError, RecipeError
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.data import read_data
+from modelopt_eagle.training.run import check_drafter
 from modelopt_eagle.validation import measure_acceptance
 from tests.draft.toy_drafter import NAME, BigramConfig, BigramModule
 from tests.training.runs import small_recipe, write_conversations
@@ -125,6 +127,28 @@ def test_what_a_drafter_does_not_have_is_refused_first(tiny_target_dir, data, tm
         return
     with pytest.raises(RecipeError, match=says):
         train(recipe)
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, NAME])
+def test_who_draws_its_drafts_says_so_before_training(name):
+    """Else a run would train to its end and then be told."""
+    recipe = load_recipe(None, [f"algorithm={name}", "validation.sample_drafts=true", "validation.temperature=1"])
+    if name == "eagle3":
+        check_drafter(recipe)
+        return
+    with pytest.raises(RecipeError, match=f"algorithm {name} has no validation.sample_drafts"):
+        check_drafter(recipe)
+
+
+def test_what_a_head_cannot_draft_is_refused_when_a_generator_is_made(trained, tiny_target_dir, monkeypatch):
+    target = load_target(str(tiny_target_dir), dtype="float32", device="cpu")
+    module = load_draft(trained.best_checkpoint)
+    with pytest.raises(DecodingError, match="draft the likeliest tokens only: leave sample_drafts at False"):
+        PseudoSpeculativeGenerator(target, module, sample_drafts=True)
+    without = dataclasses.replace(algorithm_of(module.config), trees=False)
+    monkeypatch.setattr("modelopt_eagle.decoding.checks.algorithm_of", lambda config: without)
+    with pytest.raises(DecodingError, match=f"{without.title} heads draft no trees: draft a chain"):
+        PseudoSpeculativeGenerator(target, module, "tree", topk=3, depth=1)
 
 
 def test_names_are_known_and_unknown_ones_refused():

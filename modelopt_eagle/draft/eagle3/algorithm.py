@@ -81,4 +81,5 @@ ALGORITHM = Algorithm(
     probe=probe,
     structure=STRUCTURE,
     from_target=start_from_target,
+    draws=True,
 )
