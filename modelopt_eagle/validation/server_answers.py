@@ -98,10 +98,10 @@ class ChatServers:
         try:
             answer = self._request("POST", "/v1/chat/completions", asked)
         except Refused as error:
-            if not self._asks_ids or "return_token_ids" not in str(error):
+            if asked is body or "return_token_ids" not in str(error):
                 raise
-            self._asks_ids = False  # a server that takes no keys beyond OpenAI's
-            return self.complete(body)
+            self._asks_ids = False  # a server that takes no keys beyond OpenAI's; others may be under way with it
+            answer = self._request("POST", "/v1/chat/completions", body)
         choices = answer.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not (isinstance(choice, dict) and isinstance(choice.get("message"), dict)):

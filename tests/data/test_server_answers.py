@@ -213,6 +213,21 @@ def test_a_server_without_token_ids_and_one_that_reasons(serve, tmp_path):
     assert conversations_of(rows).rows[0].messages[-1].reasoning == "hm"
 
 
+def test_requests_under_way_when_a_server_first_refuses_the_key_are_asked_again(serve, tmp_path):
+    """All of the first wave are refused; only the first of them used to be asked without the key."""
+    server, wave = serve(strict=True), threading.Barrier(6)
+    answer = server.answer
+
+    def together(body):
+        if "return_token_ids" in body:
+            wave.wait(20)
+        return answer(body)
+
+    server.answer = together
+    account, rows = run([server], prompts_of(tmp_path, *"abcdef"), tmp_path / "out.jsonl", concurrency=6)
+    assert (account.answered, account.failed) == (6, 0) and len(rows) == 6
+
+
 def test_turns_tools_and_arguments_go_along(serve, tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     plain, calling = serve(), serve(extra={"content": None, "tool_calls": [call]})
