@@ -238,7 +238,8 @@ def check_drafter(recipe: Recipe) -> None:
     """Refuse what the recipe's drafter cannot do, before anything is loaded.
 
     Raises:
-        RecipeError: an unknown drafter; a tree, drawn drafts, a shared batch or a start from the target that it does not have.
+        RecipeError: an unknown drafter; trees, drawn drafts, a shared batch or a start from the target that it does
+            not have.
     """
     algorithm = find_algorithm(recipe.drafter.algorithm)
     cannot = {
