@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from modelopt_eagle.common.console import line_handler, say
@@ -22,6 +23,19 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected an object, found {text!r}")
     return value
+
+
+def output_file(text: str) -> Path:
+    """An option's value as a file that can be written, known before the work that it is to hold."""
+    path = Path(text)
+    above = path.absolute().parent
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written, as {above} is no folder that takes files")
+    return path
 
 
 def begin(recipe: Recipe, arguments: argparse.Namespace) -> None:

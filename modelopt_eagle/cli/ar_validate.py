@@ -16,7 +16,7 @@ BELOW_BOUND = 1
 
 def build_parser() -> CommandParser:
     """The command line."""
-    from modelopt_eagle.cli._options import json_object
+    from modelopt_eagle.cli._options import json_object, output_file
     from modelopt_eagle.cli._reading import add_reading_options
     from modelopt_eagle.recipe.command_line import add_target_options
 
@@ -78,9 +78,9 @@ def build_parser() -> CommandParser:
         "--ar_lower_bound", type=float, help=f"leave with exit code {BELOW_BOUND} below this acceptance length"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("acceptance.json"), help="the numbers as JSON (default acceptance.json)"
+        "--output", type=output_file, default="acceptance.json", help="the numbers as JSON (default acceptance.json)"
     )
-    parser.add_argument("--html", type=Path, help="write a report with plots here (extra: report)")
+    parser.add_argument("--html", type=output_file, help="write a report with plots here (extra: report)")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the interval's bootstrap, and of answers that are drawn (default 0)"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from modelopt_eagle.cli._options import output_file
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.recipe.command_line import add_target_options
@@ -42,7 +43,7 @@ def build_parser() -> CommandParser:
         "--tolerance", type=float, default=0.01, help="largest difference of acceptance at a position (default 0.01)"
     )
     add_target_options(parser, weights=False)  # it runs in float32 on the CPU, as in the engine
-    parser.add_argument("--json", type=Path, help="write the result there; default: print it after the table")
+    parser.add_argument("--json", type=output_file, help="write the result there; default: print it after the table")
     return parser
 
 

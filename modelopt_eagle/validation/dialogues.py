@@ -97,7 +97,7 @@ def answer_dialogues(
     for start in range(0, len(by_size), batch_size):
         batch = by_size[start : start + batch_size]
         for turn in range(max_turns):
-            _answer_turn(generator, batch, turn, max_new_tokens, sampling_arguments(sampling, seed))
+            _answer_turn(generator, batch, turn, max_turns, max_new_tokens, sampling_arguments(sampling, seed))
         if on_batch is not None:
             on_batch(len(batch))
     if not any(dialogue.tokens for dialogue in dialogues):
@@ -119,6 +119,7 @@ def _answer_turn(
     generator: PseudoSpeculativeGenerator,
     batch: list[Dialogue],
     turn: int,
+    max_turns: int,
     max_new_tokens: int,
     sampling: dict[str, Any],
 ) -> None:
@@ -132,7 +133,7 @@ def _answer_turn(
             asked = dialogue.prompt.beginning + asked
         ids, images = prompt_inputs(target, asked, dialogue.prompt.tools, dialogue.prompt.template_arguments)
         if len(ids) + max_new_tokens > window(target):
-            dialogue.too_long = len(dialogue.prompt.turns) - turn
+            dialogue.too_long = min(len(dialogue.prompt.turns), max_turns) - turn
             continue
         dialogue.messages = asked
         if images is None:

@@ -18,7 +18,7 @@ from modelopt_eagle.common.package import package_commit
 from modelopt_eagle.data import Prompt
 from modelopt_eagle.data.prompts import as_prompts
 from modelopt_eagle.decoding import PseudoSpeculativeGenerator, SamplingOptions
-from modelopt_eagle.draft import EagleModule
+from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.validation.dialogues import answer_dialogues, first_turn, sampling_arguments, window
@@ -31,7 +31,7 @@ SPEED_TOKENS = 128
 
 def measure_acceptance(
     target: Target,
-    module: EagleModule,
+    module: DraftModule,
     prompts: str | Path | Sequence[Prompt | str],
     *,
     num_steps: int = 3,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from modelopt_eagle.cli import ar_validate
+from modelopt_eagle.cli import ar_validate, check_serving, diagnose
+from modelopt_eagle.cli._options import output_file
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.export import export_checkpoint, load_draft
@@ -150,6 +151,23 @@ def test_an_engines_options_and_drawn_answers(folders, capsys, monkeypatch, tmp_
 def test_bad_input_is_said_without_a_traceback(folders, capsys, arguments, words):
     assert run_command("ar_validate", command(folders, *arguments)) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [ar_validate, diagnose, check_serving])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_loaded(command, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    parser = command.build_parser()
+    written = [action for action in parser._actions if action.type is output_file]
+    assert written and all(action.dest in ("output", "html", "json") for action in written)
+    for action in written:
+        for place, words in (
+            (tmp_path, f"{tmp_path} is a folder: name a file in it"),
+            (tmp_path / "file" / "sub" / "x", f"as {tmp_path / 'file'} is no folder that takes files"),
+        ):
+            with pytest.raises(SystemExit):
+                parser.parse_args(["--model_path", "head", action.option_strings[0], str(place)])
+            assert words in capsys.readouterr().err
+    assert output_file(str(tmp_path / "new" / "sub" / "x.json")) == tmp_path / "new" / "sub" / "x.json"
 
 
 def test_a_runs_own_target_is_found_where_its_recipe_says(folders, capsys, tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def test_second_turn_follows_the_answer_that_was_given(target, good_head, prompt
 
 
 def test_turns_that_do_not_fit_are_counted(target, good_head, prompts):
-    long = Prompt("long", "writing", ("x" * 2030, "more"))
+    long = Prompt("long", "writing", ("x" * 2030, "more", "a third turn, which is not asked"))
     report = measure_acceptance(target, good_head, [*prompts[1:2], long], max_new_tokens=32, speedup_prompts=0)
     assert report.too_long == 2 and report.prompts == 1 and "left out: 2 turns" in report.table()
     assert report.speedup is None
