@@ -136,11 +136,7 @@ class LiveServer:
         self._asks_usage = True
 
     def _own_model(self) -> str:
-        servers = ChatServers([self.url], retries=1, timeout=min(self.timeout, 30.0), key=self.key)
-        try:
-            return str(servers.model())
-        except (KeyError, IndexError, TypeError) as error:
-            raise StreamError(f"{self.url}/v1/models names no model: give it with --model") from error
+        return ChatServers([self.url], retries=1, timeout=min(self.timeout, 30.0), key=self.key).model()
 
     def ask(self, body: dict[str, Any], stop: threading.Event) -> StreamedAnswer:
         """A chat completion, streamed; it is tried once.
