@@ -84,6 +84,17 @@ def test_a_head_with_fewer_likely_tokens_than_children_leaves_the_law(share):
     assert deviation(counts, law.double()) < 3.7
 
 
+def test_the_siblings_of_a_rejected_child_are_asked_in_turn():
+    """The target wants the second child and nothing else."""
+    tree = branches_tree(torch.tensor([[1, 3, 0]]), 2)
+    law = torch.tensor([0.5, 0.0, 0.0, 0.5]).expand(1, 1, 4)
+    draft = SampledDraft(RoundTree(tree, unpack_mask(tree.mask, 3)), law, torch.arange(4), branching=2)
+    request = Request(0, [1], 5, SamplingOptions(1.0), torch.Generator().manual_seed(0))
+    path = walk.reject_path(draft, torch.tensor([60.0, 0.0, 0.0, -60.0]).expand(1, 3, 4), [request])
+    assert path.num_accepted.tolist() == [1] and path.nodes[0, :2].tolist() == [0, 2]
+    assert path.tokens[0, :2].tolist() == [0, 0]
+
+
 def test_drawn_drafts_beside_greedy_rows_and_graphs(target, good_head, prompts, greedy):
     generator = PseudoSpeculativeGenerator(target, good_head, sample_drafts=True)
     mixed = [0.0, 1.0, 0.0, 0.8, 0.0, 0.0]

@@ -8,6 +8,7 @@ from oracle import install
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
 from modelopt_eagle.decoding.recurrent import continues
+from modelopt_eagle.decoding.rounds import DraftedRounds
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 
@@ -96,6 +97,25 @@ def test_chains_are_verified_without_loss(pair, monkeypatch):
     assert seen >= {0, 3}  # drafts were taken whole and not at all
     same = PlainGenerator(target).generate([PROMPTS[0], PROMPTS[0]], [LENGTH, 5]).tokens
     assert same == [answers[0], answers[0][:5]]  # a row that leaves takes its state along
+
+
+def test_the_head_reads_the_features_of_what_was_accepted(pair, monkeypatch):
+    """Also where a chain is read token by token, each pass into the same buffer."""
+    target, answers = pair
+    head, own, counts = make_head(target), DraftedRounds._draft, set()
+
+    def draft(self, requests):
+        text = torch.tensor([requests[0].prompt + requests[0].tokens])
+        read = target.features(text[:, : self.lengths[0]], None, head.config.aux_layer_ids).aux_hidden[0]  # [S,A·Ht]
+        found = self.features[0, : self.counts[0]]
+        torch.testing.assert_close(found, read[-self.counts[0] :], atol=1e-3, rtol=1e-3)
+        counts.add(self.counts[0])
+        return own(self, requests)
+
+    install(monkeypatch, PROMPTS[:1], [answers[0] + [0] * 4], VOCAB)
+    monkeypatch.setattr(DraftedRounds, "_draft", draft)
+    output = PseudoSpeculativeGenerator(target, head, num_steps=3).generate(PROMPTS[:1], LENGTH)
+    assert output.tokens == [answers[0]] and counts == {1, 2, 4}  # the head reads after rejections, too
 
 
 def test_drawn_chains_too(pair):

@@ -6,7 +6,8 @@ import transformers
 from heads import LLAMA_SIZES, make_head
 from oracle import install
 
-from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, SamplingOptions
+from modelopt_eagle.decoding.requests import Request, StopRule
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.validation.dialogues import window
@@ -156,6 +157,13 @@ def test_learned_positions_end_with_their_table(kind, options, monkeypatch):
         assert root + accepted[-1] <= 26  # nothing is counted that has no place
     with pytest.raises(DecodingError, match="made for 26"):
         generator.generate(PROMPTS, 26)
+
+
+def test_drafts_count_as_far_as_the_target_could_judge_them():
+    """Root at position 5 of 8: the drafts at 6, 7 and 8 are judged at 5, 6 and 7, the fourth nowhere."""
+    request = Request(0, [1] * 5, 3, SamplingOptions(), None, tokens=[2], position_limit=8)
+    assert StopRule([], (), None).accept(request, [3, 4, 5, 6, 7], 4) == [3, 4]
+    assert request.accepted == [3] and request.finish_reason == "length"
 
 
 def test_longrope_stays_on_one_side_of_its_original_length(monkeypatch):

@@ -6,6 +6,7 @@ from heads import make_head
 
 from modelopt_eagle.decoding import DraftPlan, PseudoSpeculativeGenerator
 from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
+from modelopt_eagle.draft.eagle3.drawn import draw_draft
 from modelopt_eagle.draft.trees import build_round_tree, chain_tree
 from modelopt_eagle.kernels import unpack_mask
 from modelopt_eagle.kernels.topk import stable_topk
@@ -104,6 +105,28 @@ def test_expansion_equals_every_path_from_scratch(target, kind):
             assert history.tokens[row].tolist() == tokens
             assert history.parent_list[row].tolist() == parents
             torch.testing.assert_close(history.scores[row], torch.tensor(scores), atol=2e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("kind", HEADS)
+def test_each_drawn_node_is_drawn_from_the_heads_distribution_behind_its_path(target, kind, topk):
+    head, plan = make_head(target, seed=5, **HEADS[kind]), DraftPlan.tree(topk, 4)
+    for texts in (TEXTS, TEXTS[:1]):
+        loop, output, lengths = committed_loop(target, head, plan, texts)
+        uniforms = torch.rand(len(texts), 4, topk, generator=torch.Generator().manual_seed(0))
+        roots = torch.tensor([text[-1] for text in texts])
+        drawn = draw_draft(loop, output, lengths, roots, lambda logits: logits.softmax(-1), uniforms)
+        tree = drawn.tree.tree
+        assert drawn.probabilities.shape[1] == 1 + 3 * topk
+        for row, text in enumerate(texts):
+            for node in range(1 + 3 * topk):
+                path, above = [], node
+                while above > 0:
+                    path.insert(0, int(tree.tokens[row, above]))
+                    above = int(tree.parents[row, above])
+                expected = path_logprobs(target, head, text, path).exp()
+                torch.testing.assert_close(drawn.probabilities[row, node], expected, atol=2e-5, rtol=0)
 
 
 @torch.no_grad()
