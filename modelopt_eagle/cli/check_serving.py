@@ -22,17 +22,31 @@ def build_parser() -> CommandParser:
         epilog="Exit code 0: served as trained; 1: not; 2: bad input. For engines that do not run here, "
         "inspect-checkpoint says what they would do with the folder.",
     )
-    parser.add_argument("--export_path", required=True, type=Path, help="the exported folder")
+    parser.add_argument(
+        "--export_path",
+        required=True,
+        type=Path,
+        help="the exported folder; for llama.cpp also one of convert_checkpoint --to gguf, then with --checkpoint",
+    )
     parser.add_argument("--base_model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument(
         "--checkpoint", type=Path, help="the head as it was trained, to hold the engine against; default: the export"
     )
-    parser.add_argument("--engine", default="vllm", choices=("vllm",), help="the engine to run (default vllm)")
+    parser.add_argument(
+        "--engine", default="vllm", choices=("vllm", "llama.cpp"), help="the engine to run (default vllm)"
+    )
     parser.add_argument(
         "--engine-python",
         "--engine_python",
         type=Path,
-        help="interpreter that has it; default .venv-vllm/bin/python, which scripts/setup_vllm_cpu.sh makes",
+        help="interpreter that has it; default that of .venv-vllm or .venv-llama, which scripts/setup_vllm_cpu.sh and "
+        "scripts/setup_llama_cpp.sh make",
+    )
+    parser.add_argument(
+        "--target_gguf",
+        "--target-gguf",
+        type=Path,
+        help="for llama.cpp, the target as a float32 GGUF file; default: written from a GGUF target or a plain Llama",
     )
     parser.add_argument("--prompts", default="quickstart", help="prompts to decode, a .jsonl; default: the 80 shipped")
     parser.add_argument("--num_samples", type=int, default=24, help="take this many, spread evenly (default 24)")
@@ -61,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint=arguments.checkpoint,
         engine=arguments.engine,
         engine_python=arguments.engine_python,
+        target_gguf=arguments.target_gguf,
         chat_template=arguments.chat_template,
         revision=arguments.revision,
         trust_remote_code=bool(arguments.trust_remote_code),

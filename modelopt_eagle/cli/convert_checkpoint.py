@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     from modelopt_eagle.cli._reading import reading_options
     from modelopt_eagle.export.convert import convert_checkpoint
+    from modelopt_eagle.target.gguf import gguf_file_of
 
     arguments = build_parser().parse_args(argv)
     options, target = reading_options(arguments)
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         dtype=arguments.dtype,
         strict=not arguments.no_strict,
         overwrite=arguments.overwrite,
+        target_file=gguf_file_of(arguments.base_model) if arguments.base_model else None,
     )
     print(f"converted  {arguments.input} to {report.path} ({arguments.to})")
     print(f"           {report.tensors} tensors, {report.dtype}, {report.bytes / 1e6:.1f} MB, read back and compared")

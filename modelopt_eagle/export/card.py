@@ -131,7 +131,14 @@ def training_lines(config: DraftConfig, report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, Any], notes: list[str]) -> str:
+def model_card(
+    config: DraftConfig,
+    data: dict[str, Any],
+    *,
+    report: dict[str, Any],
+    notes: list[str],
+    serve: list[str] | None = None,
+) -> str:
     """The text of ``README.md``.
 
     Args:
@@ -139,6 +146,7 @@ def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, A
         data: the content of ``config.json``.
         report: ``acceptance.json``; keys ``data``, ``recipe``, ``commit`` and ``target_license`` are used too if there.
         notes: added to the card; what stands between backticks is code, the rest plain text.
+        serve: how it is served, for a folder of another kind than the engines' own commands are for.
     """
     known = report.get("target_license") or licence_of(config.target_name)
     licence = markdown(known) if known else "that of the target; see its model card"
@@ -167,7 +175,7 @@ def model_card(config: DraftConfig, data: dict[str, Any], *, report: dict[str, A
         "",
         "## Serve",
         "",
-        *serve_lines(config, data),
+        *(serve_lines(config, data) if serve is None else serve),
         "",
         "## Licence",
         "",

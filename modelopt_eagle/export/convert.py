@@ -1,4 +1,4 @@
-"""``convert_checkpoint``: any known head as the universal folder, as speculators' or as SafeAILab's."""
+"""``convert_checkpoint``: any known head as the universal folder, speculators', SafeAILab's or llama.cpp's file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from modelopt_eagle.export.compare import compare, rebuilt
 from modelopt_eagle.export.fitting import table_of, target_identity, with_own_embedding, with_target, without_copy
 from modelopt_eagle.export.folders import whole_folder
 from modelopt_eagle.export.foreign import ReadOptions
+from modelopt_eagle.export.gguf import export_gguf
 from modelopt_eagle.export.load import load_draft, read_head
 from modelopt_eagle.export.universal import (
     FLAGS,
@@ -33,7 +34,7 @@ from modelopt_eagle.export.universal import (
 )
 from modelopt_eagle.export.write import ExportReport, export_checkpoint, write_folder
 
-FORMATS = ("universal", "speculators", "eagle")
+FORMATS = ("universal", "speculators", "eagle", "gguf")
 SPECULATORS_VERSION = "0.9.0"
 SPECULATORS_CLASSES = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}
 """Drafter to the architecture that a speculators folder names."""
@@ -213,6 +214,7 @@ def convert_checkpoint(
     dtype: str | torch.dtype | None = None,
     strict: bool = True,
     overwrite: bool = False,
+    target_file: Path | None = None,
 ) -> ExportReport:
     """Write any known head in another layout, numbers and vocabulary map unchanged.
 
@@ -225,6 +227,7 @@ def convert_checkpoint(
             layers there are.
         dtype: of the result; also accepts a source that mixes dtypes.
         strict: as in :func:`~modelopt_eagle.export.load.read_head`.
+        target_file: the target as a GGUF file, whose tokenizer a ``gguf`` head repeats.
 
     Returns:
         what was written, and how it compared with its source.
@@ -245,6 +248,11 @@ def convert_checkpoint(
             head.module, head.config, path, target=target, dtype=dtype, overwrite=overwrite, adapter=head.adapter
         )
     module = without_copy(rebuilt(head.module, with_target(head.config, target)), table_of(target))
+    if to == "gguf":
+        return export_gguf(
+            module, path, dtype=dtype, target_layers=options.target_layers, target_file=target_file,
+            overwrite=overwrite, adapter=head.adapter,
+        )  # fmt: skip
     if to == "speculators":
         module = with_embedding_for_speculators(module, target)
         return write_checked(

@@ -19,17 +19,19 @@ from modelopt_eagle.target.lora import WEIGHTS as ADAPTER_WEIGHTS
 COMPLETE_MARKER = SEAL
 """Written last into each training checkpoint; a folder without it was cut short."""
 
+GGUF_FILE = "draft.gguf"
+"""A head as llama.cpp reads it."""
 EXPORT_FILES = ("config.json", "README.md", "hf_quant_config.json")
-"""With ``*.safetensors`` and the folder of the target's adapter, all that an export holds; a folder with anything else
-is never overwritten."""
+"""With ``*.safetensors`` or ``draft.gguf`` and the folder of the target's adapter, all that an export holds; a folder
+with anything else is never overwritten."""
 
 
 def is_export(path: Path) -> bool:
     """Whether a folder holds an earlier export and no link, and so may be replaced or uploaded."""
     if any(entry.is_symlink() for entry in path.rglob("*")):
         return False  # what it points to is no part of it
-    return (path / "config.json").is_file() and all(
-        entry.name in EXPORT_FILES
+    return ((path / "config.json").is_file() or (path / GGUF_FILE).is_file()) and all(
+        entry.name in (*EXPORT_FILES, GGUF_FILE)
         or entry.suffix == ".safetensors"
         or entry.name == "model.safetensors.index.json"
         or (entry.name == ADAPTER and {file.name for file in entry.glob("*")} <= {ADAPTER_WEIGHTS, ADAPTER_CONFIG})

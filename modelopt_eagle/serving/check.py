@@ -14,12 +14,15 @@ import torch
 from modelopt_eagle.common.acceptance import length_of_shares, shares_of_counts
 from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import ExportError
-from modelopt_eagle.export.engines import ENGINES
+from modelopt_eagle.export.engines import ENGINES, engine_of
+from modelopt_eagle.export.folders import GGUF_FILE
+from modelopt_eagle.export.gguf import export_gguf
 from modelopt_eagle.export.load import load_draft
 from modelopt_eagle.export.tensors import read_json
 from modelopt_eagle.serving.engine_server import engine_environment
 from modelopt_eagle.serving.proposals import ProposalCount, compare_proposals
 from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
+from modelopt_eagle.target.to_gguf import float32_gguf
 
 RUNNERS = {key: Path(__file__).with_name(engine.runner.script) for key, engine in ENGINES.items() if engine.runner}
 """Of the engines that can be run here, the script that runs inside the engine's own environment."""
@@ -70,7 +73,7 @@ def run_engine(python: Path, engine: str, job: dict[str, Any], timeout: float = 
             ) from error
         if done.returncode or not paths[1].is_file():
             lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            if any(line == f"ModuleNotFoundError: No module named '{ENGINES[engine].runner.module}'" for line in lines):
+            if ENGINES[engine].runner.lacks in lines:
                 raise ExportError(
                     f"{python} has no {engine}: make its environment with `{ENGINES[engine].runner.setup}`, or name "
                     "another interpreter with --engine-python"
@@ -150,13 +153,14 @@ class ServingCheck:
 
     Args:
         base_model: the target, as in ``load_target``.
-        engine: ``vllm``, the one that runs on a CPU.
-        engine_python: its interpreter; default that of ``scripts/setup_vllm_cpu.sh``.
+        engine: by any spelling of its name: one that runs on a CPU, ``vllm`` or ``llama.cpp``.
+        engine_python: its interpreter; default that of its set-up script.
+        target_gguf: for llama.cpp, the target as a float32 GGUF file, where this toolkit writes none of it.
         chat_template: Jinja text or a file with it, in place of the target's own.
         revision, trust_remote_code: of the target, here and in the engine.
         prompts, num_samples: what to decode, as in ``load_prompts``.
         max_new_tokens, num_speculative_tokens: lengths of an answer and of a draft.
-        batch_size: requests decoded together, here and in the engine.
+        batch_size: requests decoded together, here and in the engine (llama.cpp decodes one after another).
         say: takes a line for each thing that begins.
 
     Raises:
@@ -169,6 +173,7 @@ class ServingCheck:
         *,
         engine: str = "vllm",
         engine_python: str | Path | None = None,
+        target_gguf: str | Path | None = None,
         chat_template: str | Path | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -182,8 +187,14 @@ class ServingCheck:
         from modelopt_eagle.target import load_target
         from modelopt_eagle.target.load import resolve
 
+        engine = engine_of(engine).key
         if engine not in RUNNERS:
             raise ExportError(f"engine {engine!r} cannot be run here; {', '.join(RUNNERS)} can")
+        self._gguf = ENGINES[engine].runner.gguf
+        if target_gguf is not None and not (self._gguf and Path(target_gguf).is_file()):
+            raise ExportError(
+                f"{target_gguf} is no file" if self._gguf else f"a GGUF file of the target is nothing {engine} reads"
+            )
         self.engine, self.python, self.say = engine, find_engine_python(engine_python, engine), say
         self.steps, self.batch_size, self.max_new_tokens = num_speculative_tokens, batch_size, max_new_tokens
         place = resolve(base_model)
@@ -191,7 +202,7 @@ class ServingCheck:
         self.target = load_target(base_model, dtype="float32", chat_template=chat_template, **loading)
         window = int(getattr(self.target.config, "max_position_embeddings", 4096))
         # An engine that is within two drafts of the window drafts no more, for the whole batch.
-        room = max_new_tokens + 2 * num_speculative_tokens + 1
+        room = max_new_tokens + (4 if self._gguf else 2) * num_speculative_tokens + (8 if self._gguf else 1)
         self.names, self.prompts, self.left_out = encode_prompts(
             self.target, prompts, num_samples, min(window, 4096) - room
         )
@@ -202,11 +213,38 @@ class ServingCheck:
             "num_speculative_tokens": num_speculative_tokens, "batch_size": batch_size,
             "max_model_len": min(window, max(map(len, self.prompts)) + room), **loading,
         }  # fmt: skip
+        if self._gguf:
+            self._files = tempfile.TemporaryDirectory(prefix="serving-check-gguf-")
+            self._job |= {"stops": list(self.target.end_token_ids), "model": str(target_gguf or "")}
+        self._base_model = base_model
         self._plain: dict[str, Any] | None = None
+
+    def gguf_head(self, export_path: Path) -> Path:
+        """The file that llama.cpp is given: that of the folder, or one written from the export there.
+
+        Raises:
+            ExportError: a head that it would compute otherwise.
+        """
+        file = export_path / GGUF_FILE
+        if file.is_file():
+            return file
+        folder = Path(self._files.name) / "head"
+        head = load_draft(export_path)
+        export_gguf(head, folder, dtype=torch.float32, target_layers=self.target.num_layers, overwrite=True)
+        return folder / GGUF_FILE
+
+    def with_target_file(self) -> None:
+        """Have the target as a float32 file, for an engine that reads such; written at the first call."""
+        if self._gguf and not self._job["model"]:
+            path = Path(self._files.name) / "target.gguf"
+            self.say("the target as a float32 GGUF file")
+            float32_gguf(self.target, self._base_model, path)
+            self._job["model"] = str(path)
 
     def plain(self) -> dict[str, Any]:
         """The engine's answers without a head; run at the first call."""
         if self._plain is None:
+            self.with_target_file()
             self.say(f"{self.engine} without the head")
             self._plain = run_engine(self.python, self.engine, {**self._job, "draft": None})
         return self._plain
@@ -259,13 +297,16 @@ class ServingCheck:
             tokenizer_hash=identity["tokenizer_hash"],
             quantised=True,
         )
-        if not (Path(export_path) / "config.json").is_file():
+        served = Path(export_path).absolute()
+        if self._gguf:
+            served = self.gguf_head(served)
+        elif not (served / "config.json").is_file():
             raise ExportError(f"{export_path} holds no config.json: name the exported folder")
         our_tokens, our_counts, our_drafts = self.ours(head)
         plain = self.plain()
         self.say(f"{self.engine} with the head")
         options = ENGINES[self.engine].runner.options(head.config)
-        job = {**self._job, "draft": str(Path(export_path).absolute()), "draft_options": options, "record_drafts": True}
+        job = {**self._job, "draft": str(served), "draft_options": options, "record_drafts": True}
         drafted = run_engine(self.python, self.engine, job)
 
         theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], self.steps)
@@ -280,7 +321,8 @@ class ServingCheck:
         whole = [prompt + text for prompt, text in zip(self.prompts, texts, strict=True)]
         proposals = compare_proposals(self.target, head.float(), whole, drafted.get("proposals", []), self.steps)
         # an engine rounds the numbers of a quantised head in an order of its own: there the tokens are told, not judged
-        judged = None if "quantization_config" in read_json(Path(export_path) / "config.json") else proposals
+        quantised = not self._gguf and "quantization_config" in read_json(served / "config.json")
+        judged = None if quantised else proposals
         failures = judge(theirs, ours, drafted["drafts"], divergences, tolerance, judged)
         return ServingReport(
             passed=not failures,

@@ -46,6 +46,17 @@ def quickstart_file() -> Path:
     return files[0]
 
 
+def gguf_file_of(name: str | Path) -> Path | None:
+    """The GGUF file that a target's name stands for: a ``.gguf`` file or ``quickstart``; ``None`` for other targets.
+
+    Raises:
+        TargetError: the quick-start target is not installed.
+    """
+    if str(name) == "quickstart":
+        return quickstart_file()
+    return Path(name).expanduser() if str(name).endswith(".gguf") else None
+
+
 def convert_quickstart() -> Path:
     """The folder of the quick-start target, converted at the first call (about 20 seconds and 540 MB)."""
     return convert_gguf(quickstart_file(), QUICKSTART_NAME)

@@ -60,6 +60,17 @@ def test_every_release_is_newer_than_the_one_without_and_no_newer_than_the_profi
     assert set(SINCE["vllm"]) | set(SINCE["sglang"]) == features
 
 
+def test_llama_cpp_counts_builds():
+    config = build_head(norm_before_fc=True).config
+    assert parse_versions(["llama.cpp=10894"]) == {"llama_cpp": "10894"}
+    assert needed_version("llama_cpp", config).text("llama_cpp").startswith("llama.cpp 10894 or newer (an EAGLE-3 head")
+    check_versions({"llama.cpp": "b10894".removeprefix("b")}, config)
+    with pytest.raises(ExportError, match=r"llama.cpp 9999 does not read an EAGLE-3 head \(10894\)"):
+        check_versions({"llama.cpp": "9999"}, config)
+    peagle = build_head(algorithm="peagle", mask_token_id=63).config
+    assert needed_version("llama_cpp", peagle).unserved == "llama.cpp serves no P-EAGLE heads"
+
+
 def test_versions_are_ordered_by_number():
     order = ["0.4.4.post2", "0.4.9", "0.5.2", "0.5.12", "0.10.1", "0.11.1", "1.0"]
     assert sorted(order, key=parts_of) == order
@@ -96,7 +107,7 @@ def test_an_older_release_is_refused_at_export(tmp_path, capsys):
     assert "vLLM 0.22.0 or newer (fc_norm), tested with 0.32.0" in card
     assert "needs       SGLang 0.5.17 or newer (norm_before_fc)" in inspect_checkpoint(tmp_path / "again").text()
     with pytest.raises(ExportError, match="unknown; known are"):
-        check_versions({"llama.cpp": "1"}, head.config)
+        check_versions({"nobody.cpp": "1"}, head.config)
     for wrong in ("vllm", "=0.22.0", "vllm="):
         with pytest.raises(ExportError, match="ENGINE=VERSION"):
             parse_versions([wrong])

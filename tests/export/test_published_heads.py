@@ -243,7 +243,7 @@ def test_a_head_without_a_norm_is_read_and_no_engine_serves_it(tmp_path, key, fi
     assert getattr(loaded.config, field) is False and torch.equal(probe(loaded), probe(head))
     report = convert_checkpoint(folder, tmp_path / "out")
     assert getattr(load_draft(tmp_path / "out").config, field) is False
-    assert all("trained without that norm" in note for note in report.notes) and len(report.notes) == 3
+    assert all("trained without that norm" in note for note in report.notes) and len(report.notes) == 4
 
 
 def test_vllm_takes_a_latent_head_of_another_type_for_something_else(tmp_path):

@@ -301,7 +301,7 @@ def test_layouts_without_a_place_for_the_head_refuse_it(tmp_path):
     with pytest.raises(ExportError, match="how many layers"):
         convert_checkpoint(tmp_path / "plain", tmp_path / "out", "eagle")
     with pytest.raises(ExportError, match="unknown; known are"):
-        convert_checkpoint(tmp_path / "plain", tmp_path / "out", "gguf")
+        convert_checkpoint(tmp_path / "plain", tmp_path / "out", "ggml")
     assert not (tmp_path / "out").exists()
 
 

@@ -4,10 +4,10 @@ A new engine is a new file and an entry here; check, versions, card, inspection 
 """
 
 from modelopt_eagle.errors import ExportError
-from modelopt_eagle.export.engines import sglang, tensorrt_llm, vllm
+from modelopt_eagle.export.engines import llama_cpp, sglang, tensorrt_llm, vllm
 from modelopt_eagle.export.engines.profile import Engine
 
-ENGINES: dict[str, Engine] = {module.ENGINE.key: module.ENGINE for module in (vllm, sglang, tensorrt_llm)}
+ENGINES: dict[str, Engine] = {module.ENGINE.key: module.ENGINE for module in (vllm, sglang, tensorrt_llm, llama_cpp)}
 
 
 def engine_of(name: str) -> Engine:

@@ -130,6 +130,10 @@ def config_reasons(
     counted = captures_counted(data) if rules.counts_captures_by == "nested" else config.num_aux
     if counted != config.num_aux:
         reasons.append(f"builds fc for {counted} captured layers, the head has {config.num_aux}")
+    if rules.captures not in (None, config.num_aux):
+        reasons.append(f"serves heads of {rules.captures} captured layers, this one reads {config.num_aux}")
+    if rules.activations is not None and config.hidden_act not in rules.activations:
+        reasons.append(f"computes {' or '.join(rules.activations)}, the head was trained with {config.hidden_act}")
     if target_layers and not rules.captures_last and target_layers - 1 in config.aux_layer_ids:
         reasons.append(f"does not capture the output of the target's last layer ({target_layers - 1})")
     if config.norm_before_fc and config.fc_norm and not rules.norms_both:
@@ -139,10 +143,11 @@ def config_reasons(
         reasons.append("leaves out fc, and takes the captured state as it is")
     if config.num_hidden_layers > 1 and config.decoder_type in rules.single_layer:
         reasons.append(f"serves heads of one layer, this one has {config.num_hidden_layers}")
+    fate = " and drops it without a word" if rules.drops_unknown else ""
     if config.attention_bias and kind not in rules.qkv_bias:
-        reasons.append("has no attention bias and drops it without a word")
+        reasons.append(f"has no attention bias{fate}")
     if config.mlp_bias and kind not in rules.mlp_bias:
-        reasons.append("has no bias in the feed-forward part and drops it without a word")
+        reasons.append(f"has no bias in the feed-forward part{fate}")
     if config.own_embedding and config.hidden_size == config.target_hidden_size and rules.shares_embedding:
         reasons.append("puts the target's embedding in place of the head's own")
     if DECODERS[config.decoder_type].latent and not config.q_lora_rank and rules.needs_q_lora_rank:

@@ -57,6 +57,9 @@ class LoadRules:
             ``served``: for as many as its serving options name.
         captures_last: whether it can capture the output of the target's last layer.
         drafters: drafter to the kinds of layer that it serves it with, of those whose folders have this form.
+        captures: the one number of captured layers that it serves; ``None``: any.
+        activations: the activations of the feed-forward part that it has; ``None``: those of transformers.
+        otherwise: drafter to how it reads such heads, where that is by another way than the one told here.
     """
 
     architectures: Mapping[str, tuple[str, ...]]
@@ -88,6 +91,9 @@ class LoadRules:
     counts_captures_by: str
     captures_last: bool
     drafters: Mapping[str, tuple[str, ...]]
+    captures: int | None = None
+    activations: tuple[str, ...] | None = None
+    otherwise: Mapping[str, str] = field(default_factory=dict)
 
 
 def part_of_name(name: str, excluded: str) -> bool:
@@ -226,19 +232,21 @@ class Runner:
 
     Attributes:
         script: file in ``serving/`` that runs inside the engine's own environment.
-        module: what that environment must be able to import.
+        lacks: the line that the script ends with in an environment without the engine.
         folder: where the environment is looked for.
         setup: the command that makes it.
         options: a head's configuration to the engine's options for it, beside its folder and the number of tokens.
         server: file in ``serving/`` that serves inside that environment; ``None``: only the script can be run.
+        gguf: it takes target and head as GGUF files, one request at a time, and decodes some tokens beyond an answer.
     """
 
     script: str
-    module: str
+    lacks: str
     folder: str
     setup: str
     options: Callable[[DraftConfig], dict[str, Any]]
     server: str | None = None
+    gguf: bool = False
 
 
 @dataclass(frozen=True)

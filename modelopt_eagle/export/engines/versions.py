@@ -85,7 +85,9 @@ def unserved_drafter(engine: Engine, config: DraftConfig) -> str | None:
     """
     algorithm, kind = algorithm_of(config), kind_of(config)
     if algorithm.layout is not None:
-        return None if engine.key in algorithm.layout.engines else f"serves no {algorithm.title} heads"
+        if engine.key in algorithm.layout.engines:
+            return None
+        return engine.loads.otherwise.get(algorithm.name, f"serves no {algorithm.title} heads")
     kinds = engine.loads.drafters.get(algorithm.name)
     if kinds is None:
         return f"serves no {algorithm.title} heads"

@@ -310,7 +310,12 @@ ENGINE = Engine(
     serve=serve,
     serve_adapted=serve_adapted,
     runner=Runner(
-        "vllm_runner.py", "vllm", ".venv-vllm", "bash scripts/setup_vllm_cpu.sh", draft_options, server="vllm_server.py"
+        "vllm_runner.py",
+        "ModuleNotFoundError: No module named 'vllm'",
+        ".venv-vllm",
+        "bash scripts/setup_vllm_cpu.sh",
+        draft_options,
+        server="vllm_server.py",
     ),
     counters=Counters(
         "v1/spec_decode/metrics.py, v1/metrics/loggers.py",
