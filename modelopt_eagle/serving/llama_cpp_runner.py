@@ -101,8 +101,10 @@ def complete(process, port, log, prompt, tokens):
         said = error.read().decode(errors="replace")[:500]
         raise SystemExit(f"llama-server answered {error.code}: {said}") from error
     except (urllib.error.URLError, OSError) as error:
-        code = process.poll()
-        how = f"ended with {code}" if code is not None else f"gave no answer ({error})"
+        try:
+            how = f"ended with {process.wait(20)}"  # it closes the connection before it has ended
+        except subprocess.TimeoutExpired:
+            how = f"gave no answer ({error})"
         raise SystemExit(f"{last_lines(log)}\nllama-server {how} at a request") from error
 
 

@@ -155,8 +155,8 @@ def test_a_server_that_agrees_passes(served):
 
 def test_other_acceptance_and_other_drafts_fail(served):
     root, told = served
-    worse = [{**answer, "rounds": [[k, t, 0] for k, t, _ in answer["rounds"]]} for answer in told["drafted"]]
-    assert any("acceptance at position 1" in f for f in run(root, {**told, "drafted": worse}).failures)
+    more = [{**answer, "rounds": [[k, t, 3] for k, t, _ in answer["rounds"]]} for answer in told["drafted"]]
+    assert any("acceptance at position 1" in f for f in run(root, {**told, "drafted": more}).failures)
     others = [
         {**answer, "rounds": [[k, [(n + 1) % 256 for n in t], a] for k, t, a in answer["rounds"]]}
         for answer in told["drafted"]
@@ -190,8 +190,9 @@ def test_a_server_that_ends_or_logs_otherwise_is_an_error_that_says_so(served):
 def test_a_head_that_it_cannot_compute_and_wrong_files_are_refused_before_it_starts(served, tmp_path):
     root, told = served
     head = build_head(
-        hidden_size=64, target_hidden_size=64, vocab_size=256, draft_vocab_size=128, own_embedding=False, fc_norm=True
-    )
+        hidden_size=64, target_hidden_size=64, vocab_size=256, draft_vocab_size=128, own_embedding=False, fc_norm=True,
+        tokenizer_hash=None,
+    )  # fmt: skip
     export_checkpoint(head, None, root / "other")
     with pytest.raises(ExportError, match="llama.cpp 10894 would not serve this head as trained: it has no fc_norm"):
         run(root, told, export="other")
