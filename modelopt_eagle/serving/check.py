@@ -245,7 +245,7 @@ class ServingCheck:
         """The engine's answers without a head; run at the first call."""
         if self._plain is None:
             self.with_target_file()
-            self.say(f"{self.engine} without the head")
+            self.say(f"{ENGINES[self.engine].name} without the head")
             self._plain = run_engine(self.python, self.engine, {**self._job, "draft": None})
         return self._plain
 
@@ -304,7 +304,7 @@ class ServingCheck:
             raise ExportError(f"{export_path} holds no config.json: name the exported folder")
         our_tokens, our_counts, our_drafts = self.ours(head)
         plain = self.plain()
-        self.say(f"{self.engine} with the head")
+        self.say(f"{ENGINES[self.engine].name} with the head")
         options = ENGINES[self.engine].runner.options(head.config)
         job = {**self._job, "draft": str(served), "draft_options": options, "record_drafts": True}
         drafted = run_engine(self.python, self.engine, job)

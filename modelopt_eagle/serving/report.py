@@ -80,10 +80,10 @@ class ServingReport:
 
     def table(self) -> str:
         """The result as text, verdict last."""
-        positions = range(1, len(self.our_per_position) + 1)
+        positions, engine = range(1, len(self.our_per_position) + 1), ENGINES[self.engine]
         rows = [
             ["", "acceptance length", *(f"position {p}" for p in positions), "drafts"],
-            [f"{self.engine} {self.engine_version}", length_text(self.acceptance_length),
+            [f"{engine.name} {self.engine_version}", length_text(self.acceptance_length),
              *(f"{p:.3f}" for p in self.per_position), str(self.drafts)],
             ["this toolkit", length_text(self.our_acceptance_length), *(f"{p:.3f}" for p in self.our_per_position),
              str(self.our_drafts)],
@@ -105,10 +105,10 @@ class ServingReport:
         first = self.our_per_position[0]
         if first < TELLING:
             lines.append(f"note: the head gets {first:.1%} of first tokens right; of so weak a head this sees little")
-        read = ENGINES[self.engine].version
-        if self.engine_version != read:
+        if self.engine_version != engine.version:
             lines.append(
-                f"note: this toolkit's rules for {self.engine} are those of {read}, not of {self.engine_version}"
+                f"note: this toolkit's rules for {engine.name} are those of {engine.version}, not of "
+                f"{self.engine_version}"
             )
         for place in self.divergences:
             kind = "tie" if place.is_tie else "DIFFERENCE"

@@ -209,7 +209,7 @@ def test_the_command_knows_the_engine(served, tmp_path, capsys):
     given = ["--export_path", str(root / "export"), "--base_model", str(root / "target"), "--engine", "llama.cpp"]
     given += ["--engine-python", str(root / "bin/python"), "--prompts", str(root / "prompts.jsonl")]
     assert run_command("check_serving", [*given, "--max_new_tokens", "12", "--json", str(tmp_path / "r.json")]) == 0
-    assert "llama_cpp 10894" in capsys.readouterr().out
+    assert "llama.cpp 10894" in capsys.readouterr().out
     assert json.loads((tmp_path / "r.json").read_text())["engine"] == "llama_cpp"
 
 

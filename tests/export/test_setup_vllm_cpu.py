@@ -149,19 +149,26 @@ def test_another_python_is_refused(copy):
 def test_engine_tests_are_collected_on_request_and_then_need_the_engine(tmp_path, monkeypatch):
     rule = sys.modules["tests.conftest"]
 
-    def asked(engine):
-        return SimpleNamespace(getoption=lambda name: engine)
+    def asked(*options):
+        return SimpleNamespace(getoption=lambda name: name in options)
 
-    assert all(path.exists() for path in rule.ENGINE_TESTS)
-    for path in rule.ENGINE_TESTS:
-        assert rule.pytest_ignore_collect(path, asked(False)) is True
-        assert rule.pytest_ignore_collect(path, asked(True)) is None
-    assert rule.pytest_ignore_collect(ROOT / "tests/export", asked(False)) is None
-    said = rule.pytest_report_header(asked(False))
-    assert "not collected" in said and all(path.name in said for path in rule.ENGINE_TESTS) and rule.HOW in said
-    monkeypatch.setattr(rule, "ENGINE", tmp_path)
-    rule.pytest_configure(asked(False))
-    with pytest.raises(pytest.UsageError, match="--engine makes it"):
-        rule.pytest_configure(asked(True))
-    (tmp_path / ".modelopt_eagle_complete").touch()
-    rule.pytest_configure(asked(True))
+    engines = rule.ENGINES
+    assert [engine.option for engine in engines] == ["--engine", "--llama"]
+    assert rule.pytest_ignore_collect(ROOT / "tests/export", asked()) is None
+    said = "\n".join(rule.pytest_report_header(asked()))
+    for engine in engines:
+        for path in engine.tests:
+            assert path.exists() and path.name in said
+            assert rule.pytest_ignore_collect(path, asked()) is True
+            assert rule.pytest_ignore_collect(path, asked(engine.option)) is None
+        assert f"without {engine.option} these are not collected" in said and engine.how in said
+        assert f"engine: {engine.folder.name}" in rule.pytest_report_header(asked(engine.option))
+    for engine in engines:
+        folder = tmp_path / engine.folder.name
+        monkeypatch.setattr(rule, "ENGINES", (engine._replace(folder=folder),))
+        rule.pytest_configure(asked())
+        with pytest.raises(pytest.UsageError, match=f"{engine.option} makes it"):
+            rule.pytest_configure(asked(engine.option))
+        folder.mkdir()
+        (folder / ".modelopt_eagle_complete").touch()
+        rule.pytest_configure(asked(engine.option))
