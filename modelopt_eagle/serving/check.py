@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +124,17 @@ def per_position(counts: list[int], drafts: int, steps: int) -> list[float]:
 def encode_prompts(
     target, source: str | Path, limit: int | None, longest: int
 ) -> tuple[list[str], list[list[int]], list[str]]:
-    """First turns, rendered by the target's chat template: names and token ids of those that fit, names of the others.
+    """First turns, rendered as a validation does: names and token ids of those that fit, names of the others.
 
     Raises:
         ExportError: none fits.
     """
-    from modelopt_eagle.data import Message, render_text
     from modelopt_eagle.data.prompts import load_prompts
+    from modelopt_eagle.validation.dialogues import first_turn
 
     names, encoded, left_out = [], [], []
     for prompt in load_prompts(source, limit):
-        messages = [Message("system", prompt.system)] if prompt.system else []
-        messages.append(Message("user", prompt.turns[0]))
-        text = render_text(target.tokenizer, messages, add_generation_prompt=True)
-        ids = list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = first_turn(target, prompt)
         if len(ids) <= longest:
             names.append(prompt.id)
             encoded.append(ids)
@@ -157,6 +154,7 @@ class ServingCheck:
         engine_python: its interpreter; default that of its set-up script.
         target_gguf: for llama.cpp, the target as a float32 GGUF file, where this toolkit writes none of it.
         chat_template: Jinja text or a file with it, in place of the target's own.
+        chat_record: arguments and date that the template is given, as a head's config holds them under ``extra``.
         revision, trust_remote_code: of the target, here and in the engine.
         prompts, num_samples: what to decode, as in ``load_prompts``.
         max_new_tokens, num_speculative_tokens: lengths of an answer and of a draft.
@@ -175,6 +173,7 @@ class ServingCheck:
         engine_python: str | Path | None = None,
         target_gguf: str | Path | None = None,
         chat_template: str | Path | None = None,
+        chat_record: Mapping[str, Any] | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         prompts: str | Path = "quickstart",
@@ -185,6 +184,7 @@ class ServingCheck:
         say: Callable[[str], None] = say,
     ):
         from modelopt_eagle.target import load_target
+        from modelopt_eagle.target.chat import use_chat_record
         from modelopt_eagle.target.load import resolve
 
         engine = engine_of(engine).key
@@ -200,6 +200,7 @@ class ServingCheck:
         place = resolve(base_model)
         loading = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.target = load_target(base_model, dtype="float32", chat_template=chat_template, **loading)
+        use_chat_record(self.target.tokenizer, chat_record or {})
         window = int(getattr(self.target.config, "max_position_embeddings", 4096))
         # An engine that is within two drafts of the window drafts no more, for the whole batch.
         room = max_new_tokens + (4 if self._gguf else 2) * num_speculative_tokens + (8 if self._gguf else 1)
@@ -355,7 +356,12 @@ def check_serving(
     tolerance: float = 0.01,
     **options: Any,
 ) -> ServingReport:
-    """One head, judged: :meth:`ServingCheck.check` of a :class:`ServingCheck` made with ``options``."""
+    """One head, judged: :meth:`ServingCheck.check` of a :class:`ServingCheck` made with ``options``.
+
+    Prompts are rendered as the head's training rows were, by the arguments and the date in its config.
+    """
+    if "chat_record" not in options:
+        options["chat_record"] = load_draft(checkpoint or export_path, quantised=True).config.extra
     return ServingCheck(base_model, **options).check(export_path, checkpoint=checkpoint, tolerance=tolerance)
 
 

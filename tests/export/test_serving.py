@@ -347,3 +347,29 @@ def test_a_tolerance_that_would_pass_everything_is_refused(served, tolerance):
     root, answers = served
     with pytest.raises(ExportError, match="tolerance of at least 0 and below 1"):
         run(root, answers, tolerance=tolerance)
+
+
+def test_prompts_are_rendered_as_the_heads_rows_were(served, tmp_path, monkeypatch):
+    """With the head's arguments, and all that a prompt brings."""
+    root, _ = served[0], served[1]
+    template = (
+        "{{ tools | length if tools else 'no' }} tools, {{ mood }}. {% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "template.jinja").write_text(template)
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    row = {"id": "a", "turns": ["And now?"], "system": "Be brief.", "tools": [tool]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    head = load_draft(root / "export")
+    head.config.extra["template_arguments"] = {"mood": "calm"}
+    export_checkpoint(head, None, tmp_path / "export")
+    asked = []
+
+    def check(self, *given, **named):
+        asked.extend(map(self.target.tokenizer.decode, self.prompts))
+
+    monkeypatch.setattr(ServingCheck, "check", check)
+    check_serving(
+        tmp_path / "export", str(root / "target"), engine_python=sys.executable, prompts=tmp_path / "prompts.jsonl",
+        chat_template=tmp_path / "template.jinja",
+    )  # fmt: skip
+    assert asked == ["1 tools, calm. Be brief.And now?"]
