@@ -7,6 +7,7 @@ objects, either of them compressed by gzip or zstd, or parquet. Tables of text a
 """
 
 import csv
+import difflib
 import glob
 import gzip
 import io
@@ -122,8 +123,22 @@ def check_sources(sources: str | Path | Sequence[str | Path]) -> None:
             for found in _matching(source):
                 path, folder = Path(found).expanduser(), Path(str(found).rpartition(":")[0] or ".").expanduser()
                 named = ":" in str(found) and folder.is_dir()
-                if not (path.exists() or named or names_hub_set(str(found))):
+                if path.exists() or named:
+                    continue
+                if not names_hub_set(str(found)):
                     raise DataError(_NO_FILE.format(source=found))
+                if meant := _meant(path):
+                    raise DataError(f"{_NO_FILE.format(source=found)}; is {meant} meant?")
+
+
+def _meant(path: Path) -> Path | None:
+    """A file beside the one that is named as a data set of the hub could be, and is not there, of nearly its name."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(path.name, names, 1, 0.8)
+    return path.parent / close[0] if close else None
 
 
 def local_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelopt_eagle.data import conversations_of, prepare_dataset, prepare_rows, read_conversations
+from modelopt_eagle.data.files import check_sources
 from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.tiny import make_byte_tokenizer
 
@@ -70,6 +71,16 @@ def test_patterns_stand_for_the_files_that_they_match(tmp_path):
     odd = tmp_path / "odd[1].jsonl"
     write_lines(odd, ROWS[0])
     assert len(read_conversations(odd).rows) == 1
+
+
+def test_a_misspelt_file_that_could_be_a_hub_name_is_found_at_once(tmp_path, monkeypatch):
+    """Without reading, so that no target is loaded for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "train.jsonl").write_text("")
+    with pytest.raises(DataError, match="is chats/train.jsonl meant"):
+        check_sources("chats/train.jsnl")
+    check_sources(["chats/train.jsonl", "chats/another-set", "owner/set:config:split"])
 
 
 def test_folders_of_data_sets(tmp_path):
