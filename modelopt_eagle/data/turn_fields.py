@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
+from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.data.report import RowRejected
 
 REASONING_KEYS = (
@@ -138,18 +140,22 @@ def finish_reason(value: Mapping) -> tuple[str | None, str | None]:
     """How a turn or a row says that it ended.
 
     Args:
-        value: a turn or a row; its ``metadata`` is looked at, too.
+        value: a turn or a row; its ``metadata`` is looked at, too, also where it is JSON text.
 
     Returns:
         ``"length"`` for an answer that was cut before the target ended it, ``"stop"`` for a whole one, ``None`` if
         nothing is said; and a reason that is not known, if there is one.
     """
-    for place in (value, value.get("metadata"), value.get("meta")):
-        if not isinstance(place, Mapping):
+    for place in (value, _object(value.get("metadata")), _object(value.get("meta"))):
+        if place is None:
             continue
         for key in _FINISH_KEYS:
             reason = place.get(key)
+            if isinstance(reason, list) and len(reason) == 1:
+                (reason,) = reason
             if not isinstance(reason, str):
+                if reason is not None and key.lower().startswith("finish"):
+                    return None, f"{reason!r:.80}"
                 continue  # a number is the token that an engine stopped at
             name = reason.strip().lower()
             if name in _CUT:
@@ -161,6 +167,16 @@ def finish_reason(value: Mapping) -> tuple[str | None, str | None]:
         if place.get("truncated") is True:
             return "length", None
     return None, None
+
+
+def _object(value: Any) -> Mapping | None:
+    """A mapping, or the one that a JSON text holds."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = parse_json(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, Mapping) else None
 
 
 def unread_keys_of_a_row(row: Mapping, pair: bool) -> list[str]:

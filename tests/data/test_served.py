@@ -184,6 +184,8 @@ def test_a_weight_that_is_neither_0_nor_1_is_not_taken_for_either(weight):
         (answered("a", metadata={"finish_reason": "length"}), True),
         (answered("a") | {"metadata": {"finish_reason": "max_tokens"}}, True),
         (answered("a") | {"stop_reason": "max_tokens"}, True),
+        (answered("a", finish_reason=["length"]), True),
+        (answered("a") | {"metadata": '{"finish_reason": "length"}'}, True),
         (answered("a", finish_reason="stop") | {"finish_reason": "length"}, False),
         (answered("a", stop_reason="end_turn"), False),
         (answered("a", stop_reason=2), False),
@@ -192,6 +194,12 @@ def test_a_weight_that_is_neither_0_nor_1_is_not_taken_for_either(weight):
 def test_a_cut_answer_teaches_no_end_wherever_that_is_said(row, cut):
     found, _ = texts(CHATML_TEMPLATE, row)
     assert found == [["a" if cut else "a<|im_end|>"]]
+
+
+@pytest.mark.parametrize("reason", [["length", "stop"], {"type": "length"}, 3])
+def test_a_finish_reason_of_no_known_form_is_counted(reason):
+    found, report = texts(CHATML_TEMPLATE, answered("a", finish_reason=reason))
+    assert found == [["a<|im_end|>"]] and report.notes["unknown_finish_reason"] == 1
 
 
 def test_reasoning_that_was_cut_has_no_closing_tag():
