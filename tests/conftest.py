@@ -50,6 +50,7 @@ def pytest_addoption(parser):
         told = f"also the tests that start {engine.name}, in {engine.folder.name}"
         parser.addoption(engine.option, action="store_true", help=told)
     parser.addoption("--fuzz-seconds", type=float, default=20.0, help="for all readers and servers (default 20)")
+    parser.addoption("--soak-seconds", type=float, default=10.0, help="of kills and restarts (default 10)")
     parser.addoption("--fuzz-seed", type=int, default=0, help="another seed tries other inputs (default 0)")
 
 
