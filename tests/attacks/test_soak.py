@@ -1,68 +1,44 @@
-"""Real processes, killed at random moments for a given time (``--soak-seconds``) and started again until they finish.
+"""Real processes, killed at random moments for a given time (``--soak-seconds``) by ``scripts/soak.py``."""
 
-What is finished then is, byte for byte, what an undisturbed process makes.
-"""
-
-import hashlib
+import importlib.util
 import random
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from tests.training.runs import write_conversations
-
-CHILD = Path(__file__).with_name("soak_child.py")
+ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments):
-    """A process that has said that it begins its work."""
-    process = subprocess.Popen(
-        [sys.executable, str(CHILD), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "begun\n", process.communicate()[1][-3000:]
-    return process
+@pytest.fixture(scope="module")
+def soak():
+    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
+    module = sys.modules["soak"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["soak"]
 
 
-def finish(process):
-    said = process.communicate(timeout=300)
-    assert process.returncode == 0, said[1][-3000:]
+def test_ends_are_those_of_undisturbed_runs(soak, tmp_path, request, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    counts = soak.soak(request.config.getoption("--soak-seconds"), request.config.getoption("--fuzz-seed"), tmp_path)
+    print(counts.line())
+    assert counts.rounds.total() and counts.signals.total()
 
 
-def made(what, folder):
-    """What a finished process leaves: the last head of a run, or every file of a store."""
-    if what == "train":
-        (last,) = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))[-1:]
-        tensors = load_file(last / "model.safetensors")
-        return last.name, {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in tensors.items()}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".safetensors", ".json")}
+def test_a_difference_is_found(soak, tmp_path, monkeypatch):
+    """Of a dump whose rows are others when it goes on."""
+    monkeypatch.chdir(ROOT)
+    whole = soak.made
+    monkeypatch.setattr(soak, "made", lambda folder, dump: whole(folder, dump) | {"name": folder.name})
+    monkeypatch.setattr(soak, "drawn", lambda draw, target, data: ("dump", [
+        "dump", "--model", str(target), "--input-file", str(data), "--dtype", "float32"
+    ]))  # fmt: skip
+    with pytest.raises(soak.Difference, match=r"dump --model .* after \[.*\]: .*undisturbed"):
+        soak.soak(0, 0, tmp_path)
+    assert (tmp_path / "round-0" / "log.txt").is_file()
 
 
-@pytest.mark.parametrize("what", ["train", "dump"])
-def test_killed_again_and_again(what, tiny_target_dir, tmp_path, request):
-    draw = random.Random(f"{what}/{request.config.getoption('--fuzz-seed')}")
-    data = write_conversations(tmp_path / "rows.jsonl", 24)
-    process, begun = start(what, tiny_target_dir, data, tmp_path / "whole"), time.monotonic()
-    finish(process)
-    needs = time.monotonic() - begun
-    whole = made(what, tmp_path / "whole")
-    until, rounds, kills = time.monotonic() + request.config.getoption("--soak-seconds") / 2, 0, 0
-    while rounds == 0 or time.monotonic() < until:
-        folder = tmp_path / f"round-{rounds}"
-        for _ in range(draw.randint(1, 3)):
-            process = start(what, tiny_target_dir, data, folder)
-            try:
-                process.wait(draw.uniform(0.0, 0.8 * needs))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                kills += 1
-            process.communicate()
-        finish(start(what, tiny_target_dir, data, folder))
-        assert made(what, folder) == whole, f"round {rounds}, seed {request.config.getoption('--fuzz-seed')}"
-        assert not [path for path in folder.rglob(".*") if "part" in path.name or "tokens" in path.name]
-        rounds += 1
-    print(f"{what}: {kills} kills in {rounds} rounds")
-    assert kills
+def test_every_kind_is_drawn(soak):
+    kinds = {soak.drawn(random.Random(seed), Path("t"), Path("d"))[0] for seed in range(60)}
+    assert kinds == {"dump", *(f"train {name}" for name in ("eagle3", "peagle", "medusa", "dflash"))}
