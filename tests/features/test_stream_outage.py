@@ -1,16 +1,23 @@
 """Servers that fall silent: it is said, and nothing waits for them that has been broken off."""
 
+import gc
 import logging
+import random
+import socket
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+import zmq
 
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features import HybridSource, StreamedSource
+from modelopt_eagle.features.stream.client import MailboxClient
+from modelopt_eagle.features.stream.mailbox import Mailbox
 from modelopt_eagle.features.stream.pool import ServerPool
+from modelopt_eagle.features.stream.received import Watched
 from tests.attacks.wire import AUX, serving
 
 SOON = 10.0
@@ -109,3 +116,82 @@ def test_an_outage_is_told_once_and_its_end_too(tiny_target, dataset, caplog):
             thread.join(60)
     assert found and len(found[0].row_ids) == 4
     assert [text.count("answers again") for text in (record.message for record in caplog.records)] == [0, 1]
+
+
+def test_clients_that_are_forgotten_stop_no_others():
+    """Threads end, and their sockets with them, while their server leaves: nobody listens to what becomes of them.
+
+    ZeroMQ then waited for ever to tell it, in the one thread that serves every socket of the process.
+    """
+    draw = random.Random(0)
+
+    def work(client, go):
+        client.hello()
+        go.wait()
+
+    for _ in range(60):
+        box, go = Mailbox({"model": "m"}, "127.0.0.1:0"), threading.Event()
+        threads = [
+            threading.Thread(target=work, args=(MailboxClient(f"127.0.0.1:{box.port}", timeout=SOON), go))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.03)
+        closing = threading.Thread(target=box.close)
+        steps = [closing.start, go.set]
+        draw.shuffle(steps)
+        steps[0]()
+        time.sleep(0.002 * draw.random())
+        steps[1]()
+        for thread in (*threads, closing):
+            thread.join()
+    box = Mailbox({"model": "m"}, "127.0.0.1:0")
+    try:
+        assert MailboxClient(f"127.0.0.1:{box.port}", timeout=SOON).hello()["model"] == "m"
+    finally:
+        box.close()
+
+
+def test_events_end_before_their_end_is_closed():
+    """Also of a socket that is forgotten: an event between the two would have nobody to go to."""
+    context, order = zmq.Context.instance(), []
+
+    class Recorded(zmq.Socket):
+        def monitor(self, address, flags=zmq.EVENT_ALL):
+            order.append("off" if address is None else "on")
+            super().monitor(address, flags)
+
+        def close(self, linger=None):
+            if not self.closed:
+                order.append(f"close {self.type}")
+            super().close(linger)
+
+    for forget in (False, True):
+        watched = Watched(zmq, Recorded(context, zmq.DEALER), zmq.EVENT_CONNECT_RETRIED)
+        watched.events = Recorded(context, zmq.PAIR)
+        del order[:]
+        if not forget:
+            watched.close()
+        del watched
+        gc.collect()
+        assert order[:3] == ["off", f"close {int(zmq.PAIR)}", f"close {int(zmq.DEALER)}"]
+
+
+def test_events_that_nobody_reads_stop_no_others():
+    """More than ZeroMQ would queue: of a socket that asks a thousand times a second for a server that is not there."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    asking = zmq.Context.instance().socket(zmq.DEALER)
+    asking.setsockopt(zmq.LINGER, 0)
+    asking.setsockopt(zmq.RECONNECT_IVL, 1)
+    watched = Watched(zmq, asking, zmq.EVENT_ALL)
+    asking.connect(f"tcp://127.0.0.1:{port}")
+    time.sleep(4.0)
+    box = Mailbox({"model": "m"}, "127.0.0.1:0")
+    try:
+        assert MailboxClient(f"127.0.0.1:{box.port}", timeout=SOON).hello()["model"] == "m"
+        assert len(list(watched.told())) > 2000
+    finally:
+        watched.close()
+        box.close()

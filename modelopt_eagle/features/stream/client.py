@@ -13,7 +13,7 @@ from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.stream.mailbox import LONGEST_WAIT
 from modelopt_eagle.features.stream.message import FeatureMessage, check_header, decode, parse_header
 from modelopt_eagle.features.stream.nixl import NixlLost, NixlReceiver
-from modelopt_eagle.features.stream.received import Connection
+from modelopt_eagle.features.stream.received import Connection, Watched
 from modelopt_eagle.features.stream.segments import SEGMENT_PREFIX, SHARED_MEMORY, delete_left_segments
 
 TRANSPORTS = ("auto", "tcp", "shm", "nixl")
@@ -123,17 +123,18 @@ class MailboxClient:
     def _ask(self, request: dict, largest: int | None) -> list[bytes]:
         """Send a request; wait for its answer, as long as the connection lasts and at most ``largest`` bytes come."""
         zmq = self._zmq
-        if getattr(self._local, "socket", None) is None:
+        if getattr(self._local, "watched", None) is None:
             self._connect()
         if self._is_gone():  # the server has left since the last request, and may be back
             self._disconnect()
             self._connect()
-        socket, monitor = self._local.socket, self._local.monitor
+        watched = self._local.watched
+        socket = watched.socket
         before, until = self._received(), time.monotonic() + self._timeout
         socket.send(json.dumps(request | {"token": self._token}).encode())
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
+        poller.register(watched.events, zmq.POLLIN)
         gone = False
         while not gone and (left := until - time.monotonic()) > 0:
             ready = dict(poller.poll(1000 * min(left, _LOOK)))
@@ -152,23 +153,20 @@ class MailboxClient:
 
     def _connect(self) -> None:
         zmq = self._zmq
-        socket = self._local.socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, self.address.startswith("["))
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        self._local.monitor, self._local.connection = socket.get_monitor_socket(events), None
+        self._local.watched, self._local.connection = Watched(zmq, socket, events), None
         socket.connect(f"tcp://{self.address}")
 
     def _is_gone(self) -> bool:
         """Take in what became of the connection; whether it was lost, or could not be made."""
-        from zmq.utils.monitor import recv_monitor_message
-
-        while self._local.monitor.poll(0):
-            told = recv_monitor_message(self._local.monitor)
-            if told["event"] != self._zmq.EVENT_CONNECTED:
+        for event, descriptor in self._local.watched.told():
+            if event != self._zmq.EVENT_CONNECTED:
                 return True
             with contextlib.suppress(OSError):  # it came and went
-                self._local.connection = Connection(int(told["value"]))
+                self._local.connection = Connection(descriptor)
         return False
 
     def _received(self) -> int:
@@ -177,10 +175,7 @@ class MailboxClient:
         return 0 if connection is None else connection.info()[0]
 
     def _disconnect(self) -> None:
-        self._local.socket.disable_monitor()
-        self._local.monitor.close()
-        self._local.socket.close()
-        self._local.socket = None
+        self._local.watched.close()
+        self._local.watched = None
         if self._local.connection is not None:
-            self._local.connection.end()
             self._local.connection.close()

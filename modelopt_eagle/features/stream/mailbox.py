@@ -201,7 +201,6 @@ class Mailbox:
         self._stop.set()
         self._thread.join()
         self._connections.close()
-        self._socket.close()
         self._segments.delete_all()
 
     def check(self) -> None:

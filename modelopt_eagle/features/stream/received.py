@@ -7,12 +7,14 @@ connection that is far ahead of the messages taken from it can be told and ended
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 
 LARGEST_LEAD = 256 * 2**10
 """Bytes that one connection may be ahead of the messages taken from it; well above a request of ours."""
@@ -64,13 +66,59 @@ class Connection:
         self._socket.close()
 
 
+class Watched:
+    """A ZeroMQ socket whose connections' events are told.
+
+    The one thread in which ZeroMQ moves the bytes of a process waits, for ever and for all sockets, where an event
+    cannot be handed over. So their queue has no bound, and they are switched off before its end is closed, also where
+    nobody calls :meth:`close`: hold the socket by this object alone.
+
+    Args:
+        zmq: the module.
+        socket: not connected yet.
+        events: of ``zmq.EVENT_…``, or-ed.
+
+    Attributes:
+        socket: the socket.
+        events: where events come in, for a poller.
+    """
+
+    def __init__(self, zmq, socket, events: int):
+        address = f"inproc://events-{uuid.uuid4().hex}"
+        self.socket, self.events = socket, zmq.Context.instance().socket(zmq.PAIR)
+        self.events.setsockopt(zmq.RCVHWM, 0)
+        self.events.setsockopt(zmq.LINGER, 0)
+        socket.monitor(address, events)
+        self.events.connect(address)
+
+    def told(self) -> Iterator[tuple[int, int]]:
+        """``(event, descriptor)`` of what has happened since the last call; the second is an error for some events."""
+        from zmq.utils.monitor import parse_monitor_message
+
+        while not self.events.closed and self.events.poll(0):
+            told = parse_monitor_message(self.events.recv_multipart())
+            yield told["event"], int(told["value"])
+
+    def close(self) -> None:
+        """Close the socket, after its events; a second call does nothing."""
+        if not self.events.closed:
+            self.socket.monitor(None, 0)
+            self.events.close()
+            self.socket.close()
+
+    def __del__(self):
+        if getattr(self, "events", None) is not None:
+            with contextlib.suppress(Exception):  # at the end of the interpreter parts of ZeroMQ may be gone
+                self.close()
+
+
 def wire_bytes(frames: Sequence[bytes]) -> int:
     """Bytes that the frames of a message take on the wire."""
     return sum(len(frame) + (2 if len(frame) < 256 else 9) for frame in frames)
 
 
 class Connections:
-    """The connections that a listening ZeroMQ socket has accepted.
+    """The connections that a listening ZeroMQ socket has accepted; the socket is closed with this object.
 
     Args:
         zmq: the module.
@@ -79,21 +127,17 @@ class Connections:
     """
 
     def __init__(self, zmq, listener, port: int):
-        from zmq.utils.monitor import recv_monitor_message
-
-        self._zmq, self._listener, self._port, self._told = zmq, listener, port, recv_monitor_message
-        self._monitor = listener.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._zmq, self._port = zmq, port
+        self._listener = Watched(zmq, listener, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._open: dict[int, Connection] = {}
         self._next = 0.0  # time to look again
 
     def _follow(self) -> None:
         """Take in which connections came and went."""
-        while self._monitor.poll(0):
-            told = self._told(self._monitor)
-            descriptor = int(told["value"])
+        for event, descriptor in self._listener.told():
             if (before := self._open.pop(descriptor, None)) is not None:
                 before.close()
-            if told["event"] == self._zmq.EVENT_ACCEPTED:
+            if event == self._zmq.EVENT_ACCEPTED:
                 try:
                     connection = Connection(descriptor)
                 except OSError:
@@ -143,9 +187,8 @@ class Connections:
         return ended
 
     def close(self) -> None:
-        """Stop following, before the listener is closed."""
-        self._listener.disable_monitor()
-        self._monitor.close()
+        """Stop following, and close the listener."""
+        self._listener.close()
         for connection in self._open.values():
             connection.close()
         self._open.clear()
