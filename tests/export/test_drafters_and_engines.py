@@ -14,8 +14,14 @@ from modelopt_eagle.training import train
 from tests.export.conftest import LATENT, SIZES, build_head, stand_in_tables
 from tests.training.runs import small_recipe, write_conversations
 
-OTHERS = ["SGLang serves no {} heads", "TensorRT-LLM serves no {} heads"]
+LLAMA_CPP = {"DFlash": "llama.cpp takes DFlash heads from its own converter (draft-dflash), which was not tried here"}
 LLAMA = {"target_architecture": "LlamaForCausalLM"}
+
+
+def others(title):
+    """What is said of the engines that serve no heads of a drafter."""
+    lines = [f"{engine} serves no {title} heads" for engine in ("SGLang", "TensorRT-LLM", "llama.cpp")]
+    return [*lines[:2], LLAMA_CPP.get(title, lines[2])]
 
 
 def dflash(layers=2, **overrides):
@@ -41,20 +47,20 @@ def exported(head, path, **options):
 def test_the_head_of_a_run_names_engines_by_drafter_too():
     parallel = build_head(algorithm="peagle", mask_token_id=63, trained_depth=5).config
     assert engine_lines("LlamaForCausalLM", parallel) == [
-        "vLLM drafts for LlamaForCausalLM since 0.10.1", *(line.format("P-EAGLE") for line in OTHERS),
+        "vLLM drafts for LlamaForCausalLM since 0.10.1", *others("P-EAGLE"),
     ]  # fmt: skip
     blocks = engine_lines("LlamaForCausalLM", dflash(layers=2).config)
     assert blocks[0].startswith("vLLM norms the context keys of every draft layer with the weights of the first one")
     assert blocks[1:] == [
-        "vLLM drafts for LlamaForCausalLM since 0.10.1", *(line.format("DFlash") for line in OTHERS),
+        "vLLM drafts for LlamaForCausalLM since 0.10.1", *others("DFlash"),
     ]  # fmt: skip
-    assert engine_lines(None, dflash(layers=1).config) == [line.format("DFlash") for line in OTHERS]
+    assert engine_lines(None, dflash(layers=1).config) == others("DFlash")
 
 
 def test_medusa_heads_need_no_captured_layers_of_the_target():
     head = medusa(extra={"target_architecture": "Gemma3ForCausalLM"}).config
     assert engine_lines("Gemma3ForCausalLM", head) == [
-        "vLLM: for which targets it serves Medusa heads was not read", *(line.format("Medusa") for line in OTHERS),
+        "vLLM: for which targets it serves Medusa heads was not read", *others("Medusa"),
     ]  # fmt: skip
     assert needed_version("vllm", head).unserved is None
 
@@ -71,7 +77,7 @@ def test_export_card_and_inspection_say_the_same_engines(make, tmp_path):
     title = algorithm_of(head.config).title
     report = exported(head, tmp_path / "out")
     assert report.needs[0].startswith("vLLM") and f"{title} heads is not known" in report.needs[0]
-    assert report.needs[1:] == [line.format(title) for line in OTHERS]
+    assert report.needs[1:] == others(title)
     assert any(f"sglang 0.5.23 would not serve this head as trained: it serves no {title} heads" in n
                for n in report.notes)  # fmt: skip
     assert "vllm serve" in (tmp_path / "out/README.md").read_text()
@@ -138,4 +144,4 @@ def test_a_run_says_it_before_the_first_step(tiny_target_dir, tmp_path, caplog):
         train(small_recipe(tiny_target_dir, data, tmp_path / "run", *options))
     engines = [line.removeprefix("engine: ") for line in caplog.messages if line.startswith("engine: ")]
     assert "vLLM drafts for LlamaForCausalLM since 0.10.1" in engines
-    assert [line for line in engines if "DFlash" in line] == [line.format("DFlash") for line in OTHERS]
+    assert [line for line in engines if "DFlash" in line] == others("DFlash")
