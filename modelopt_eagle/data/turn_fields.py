@@ -189,7 +189,7 @@ def unread_keys_of_a_row(row: Mapping, pair: bool) -> list[str]:
     thoughts = [
         str(key) for key, value in row.items()
         if (key in REASONING_KEYS or _LOOKS_LIKE_REASONING.search(str(key))) and isinstance(value, (str, list, dict))
-        and value and not (pair and key in REASONING_KEYS)
+        and value and not (pair and key in REASONING_KEYS) and key not in _FINISH_KEYS
     ]  # fmt: skip
     return sorted({*marks, *thoughts} - {"loss_mask"})  # that one is of rows of ids
 

@@ -387,3 +387,8 @@ def test_written_reasoning_can_be_left_out():
     for row in (recorded(tokenizer, text, ids), recorded(tokenizer, "ans", ids, reasoning="hm")):
         assert texts(tokenizer, row)[0] == [[text + "<|im_end|>"]]
         assert texts(tokenizer, row, supervise_reasoning=False)[0] == [["ans<|im_end|>"]]
+
+
+def test_the_shipped_conversations_hold_nothing_that_is_not_read():
+    report = read_conversations("quickstart").report
+    assert report.read == 640 and not report.dropped and not [name for name in report.notes if "unread" in name]
