@@ -6,6 +6,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -205,12 +206,17 @@ def _map(tokenizer, chunks: Iterator[list[Conversation]], options: _Options, wor
         workers, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(tokenizer, options)
     ) as pool:
         begun: deque[Future] = deque()
-        for chunk in itertools.chain(first, chunks):
-            begun.append(pool.submit(_work, chunk))
-            if len(begun) >= _AHEAD * workers:  # what has been read and not yet tokenised is held in memory
+        try:
+            for chunk in itertools.chain(first, chunks):
+                begun.append(pool.submit(_work, chunk))
+                if len(begun) >= _AHEAD * workers:  # what has been read and not yet tokenised is held in memory
+                    yield begun.popleft().result()
+            while begun:
                 yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that tokenises was killed, perhaps for want of memory: set data.workers to fewer"
+            ) from error
 
 
 _WORKER: dict[str, Any] = {}  # tokenizer and options of a process that tokenises

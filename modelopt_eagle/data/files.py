@@ -33,6 +33,8 @@ IN_MEMORY = "in-memory"
 """What a recipe says in place of a file where the rows were given in Python."""
 
 _HUB_NAME = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+){0,2}$")
+_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
+"""Files that stand beside the rows of a data set."""
 _FILE_ENDINGS = (".json", ".jsonl", ".txt", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 _NO_FILE = (
     "{source}: no such file; give an existing .jsonl, .json, .parquet or .csv file (also .gz, .zst), a folder of a "
@@ -358,11 +360,26 @@ def _read_folder(path: Path, split: str | None) -> Iterator[SourceRow]:
     files = [p for p in path.rglob("*") if p.is_file() and p.name.endswith((*_FILE_ENDINGS, ".arrow"))]
     if not saved and not files:
         raise DataError(f"{path} is a folder without data files; a .jsonl or .json file was expected, or a data set")
+    kinds = {} if saved else _by_kind(files)
+    if len(kinds) > 1:  # the library would read one of them and leave the others out without a word
+        named = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in sorted(kinds.items()))
+        raise DataError(f"{path} holds data files of several kinds ({named}): name those that are meant, one by one")
     try:
         found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
     except Exception as error:  # the library raises many kinds
         raise DataError(f"{path}: no data set that `datasets` reads ({type(error).__name__}: {error})") from error
     yield from _rows_of(_split_of(found, split, str(path)), str(path), path)
+
+
+def _by_kind(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Names of the files that hold rows, by the reader that they need; texts and descriptions of a set apart."""
+    kinds: dict[str, list[str]] = {}
+    for file in sorted(files):
+        endings = [ending for ending in file.suffixes if ending not in (".gz", ".zst")]
+        kind = endings[-1].removesuffix("l") if endings else ""
+        if kind not in ("", ".txt") and file.name not in _DESCRIPTIONS:
+            kinds.setdefault(kind, []).append(file.name)
+    return kinds
 
 
 def _split_of(found: Any, split: str | None, name: str):

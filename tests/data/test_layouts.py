@@ -83,6 +83,19 @@ def test_a_misspelt_file_that_could_be_a_hub_name_is_found_at_once(tmp_path, mon
     check_sources(["chats/train.jsonl", "chats/another-set", "owner/set:config:split"])
 
 
+def test_a_folder_of_several_kinds_of_files_is_refused(tmp_path):
+    """``datasets`` reads those of one kind, and says nothing of the others."""
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "README.txt").write_text("about")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "b.csv").write_text("question,answer\nhow?,so\n")
+    with pytest.raises(DataError, match=r"several kinds \(.csv: b.csv; .json: a.jsonl\)"):
+        read_conversations(tmp_path)
+    both = read_conversations([tmp_path / "a.jsonl", tmp_path / "b.csv"])
+    assert both.report.read == len(ROWS) + 1
+
+
 def test_folders_of_data_sets(tmp_path):
     import datasets
 

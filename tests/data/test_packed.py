@@ -1,6 +1,8 @@
 """Packed rows are the rows that went in, in memory and on disk, and reading a set never holds all of it."""
 
 import json
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
@@ -108,3 +110,14 @@ def test_processes_make_the_same(many):
     alone = prepare_dataset(make_byte_tokenizer(), many)
     together = prepare_dataset(make_byte_tokenizer(), many, workers=2)
     assert together.rows == alone.rows and together.report == alone.report
+
+
+def test_a_process_that_is_killed_is_told(many, monkeypatch):
+    def killed(self, *given):
+        future = Future()
+        future.set_exception(BrokenProcessPool("gone"))
+        return future
+
+    monkeypatch.setattr(dataset_module.ProcessPoolExecutor, "submit", killed)
+    with pytest.raises(DataError, match="a process that tokenises was killed"):
+        prepare_dataset(make_byte_tokenizer(), many, workers=2)
