@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 from modelopt_eagle.cli._options import begin, metrics_printer
 from modelopt_eagle.recipe.command_line import TRAIN, train_arguments
@@ -21,7 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     if (reason := refusal(recipe)) is not None:
         warn(f"the head of this target could not be measured or decoded with as validation.* says: {reason}")
     result = train(recipe, on_step=metrics_printer(arguments), quiet=arguments.quiet)
-    if arguments.json:
+    if int(os.environ.get("RANK", "0")) != 0:
+        pass  # of several processes the first one says it
+    elif arguments.json:
         facts = {"checkpoint": str(result.best_checkpoint), "steps": result.steps, "finished": result.finished}
         print(json.dumps({"result": {**facts, "acceptance_length": result.acceptance_length}}))
     else:

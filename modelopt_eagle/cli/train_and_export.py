@@ -95,9 +95,9 @@ def serving_lines(whole: RunResult) -> list[str]:
     place, name = str(resolve(whole.recipe.model.base_model)), config.target_name or "TARGET"
     lines = [line for line in serve_lines(config, data) if line and not line.startswith("```")]
     return [
-        line.replace(f" {argument(name)} ", f" {argument(place)} ").replace(
-            "THIS_FOLDER", argument(str(path.resolve()))
-        )
+        f"{line} ".replace(f" {argument(name)} ", f" {argument(place)} ")
+        .replace("THIS_FOLDER", argument(str(path.resolve())))
+        .removesuffix(" ")
         for line in lines
     ]
 

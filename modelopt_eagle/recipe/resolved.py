@@ -13,6 +13,7 @@ from modelopt_eagle.recipe.yaml_file import dump_value
 IMMATERIAL_SECTIONS = {"validation", "export"}
 IMMATERIAL = {
     "model.device",
+    "data.workers",
     "data.streaming_server_url",
     "data.streaming_transport",
     "training.output_dir",
