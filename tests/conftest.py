@@ -6,6 +6,7 @@ and the head of the run says so. None is ever skipped.
 """
 
 import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from modelopt_eagle.target import load_target
 from modelopt_eagle.target.tiny import make_tiny_target
 
 HERE = Path(__file__).parent
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
 
 
 class Engine(NamedTuple):

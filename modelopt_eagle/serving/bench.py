@@ -193,19 +193,20 @@ def warm_up(server: LiveServer, prompts: Sequence[Prompt], settings: SynthesisSe
         new tokens of their answers.
 
     Raises:
-        StreamError: it answers none of them.
+        StreamError: it answers none of them, and none of further ones up to :data:`GIVEN_UP`.
         KeyboardInterrupt: as it is.
     """
     if not count:
         return 0
     chosen = list(itertools.islice(itertools.cycle(prompts), count))
-    cell = Cell("warm-up", level, count)
-    ask_all(server, chosen, settings, 1, cell, None)
-    if BROKEN_OFF in cell.not_asked:
-        raise KeyboardInterrupt
-    if not cell.answered:
-        raise StreamError(f"{server.url} answers no request: {cell.failures[0].reason}")
-    return cell.completion_tokens
+    for _ in range(max(1, -(-GIVEN_UP // count))):
+        cell = Cell("warm-up", level, count)
+        ask_all(server, chosen, settings, 1, cell, None)
+        if BROKEN_OFF in cell.not_asked:
+            raise KeyboardInterrupt
+        if cell.answered:
+            return cell.completion_tokens
+    raise StreamError(f"{server.url} answers no request: {cell.failures[0].reason}")
 
 
 def ask_all(

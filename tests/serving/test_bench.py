@@ -11,6 +11,7 @@ import pytest
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data.prompts import Prompt
 from modelopt_eagle.errors import StreamError
+from modelopt_eagle.serving import bench as bench_module
 from modelopt_eagle.serving import live
 from modelopt_eagle.serving.bench import Load, Outcome, account_for, bench
 from modelopt_eagle.serving.bench_report import WITH, WITHOUT, BenchReport, Cell, Side, percentile, spread
@@ -227,6 +228,21 @@ def test_refused_requests_do_not_give_up_a_server(serve):
 def test_nothing_at_all_is_an_error(serve):
     with pytest.raises(StreamError, match=r"answers no request: HTTP 503: busy!"):
         measure(serve(), {"a": prompts_of("busy")}, warmup=2)
+
+
+def test_a_warm_up_that_fails_once_is_asked_again(serve, monkeypatch):
+    """One failure among many must not end a measurement."""
+    asked = []
+
+    def ask_all(server, prompts, settings, turns, cell, bar):
+        asked.append(cell)
+        if len(asked) < 4:
+            cell.failures.append(bench_module.Failure("one", 0, "HTTP 500"))
+        else:
+            cell.answered, cell.completion_tokens = 1, 7
+
+    monkeypatch.setattr(bench_module, "ask_all", ask_all)
+    assert bench_module.warm_up(serve(), prompts_of("one"), None, 1, 1) == 7 and len(asked) == 4
 
 
 def test_ctrl_c_keeps_what_was_measured(serve, tmp_path, capsys):
