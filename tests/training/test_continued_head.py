@@ -49,7 +49,7 @@ def test_a_continued_head_records_this_runs_target(tiny_target, folder):
     recipe = load_recipe(None, [f"model.draft_init={folder}", "eagle.draft_vocab_size=null"])
     config = continued_head(recipe, identity).config
     assert config.tokenizer_hash == identity["tokenizer_hash"] and config.target_name == identity["model"]
-    assert config.extra == {"template_hash": identity["template_hash"]}
+    assert config.extra == {"template_hash": identity["template_hash"], "target_revision": identity["revision"]}
 
 
 def test_the_architecture_is_said_with_every_flag():
