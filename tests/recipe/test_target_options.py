@@ -1,5 +1,7 @@
 """How a target is loaded is said by one set of options in every command that loads one, and they reach the loading."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from modelopt_eagle.cli import serve_features
@@ -72,6 +74,8 @@ def test_check_serving_loads_the_same_target_here_and_in_the_engine(monkeypatch)
     asked = {}
     monkeypatch.setattr("modelopt_eagle.serving.check.find_engine_python", lambda *given: "python")
     monkeypatch.setattr("modelopt_eagle.target.load.resolve", lambda name: name)
+    head = SimpleNamespace(config=SimpleNamespace(extra={}))
+    monkeypatch.setattr("modelopt_eagle.serving.check.load_draft", lambda *given, **named: head)
 
     def load(name, **arguments):
         asked.update(arguments, name=name)
