@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft.documents import Documents
+from modelopt_eagle.kernels.column_attention import dense_column_attention as dense
 
 MAX_QUERIES = {"cpu": 64}
 """Queries of a chunk by device: on a CPU its scores should stay in the cache."""
@@ -189,13 +190,4 @@ def column_attention(
 
 def dense_column_attention(q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float) -> Tensor:
     """Plain reference of :func:`column_attention`: every score at once, gradients by autograd."""
-    repeat = q.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)  # [N,h,d]
-    column_keys = column_keys.repeat_interleave(repeat, 2)  # [n,k,h,d]
-    column_values = column_values.repeat_interleave(repeat, 2)
-    logits = torch.einsum("nhd,mhd->nhm", q, keys) * scale  # [n,h,N]
-    logits = logits.masked_fill(~plan.mask(0, len(q), 0, len(keys))[:, None], float("-inf"))
-    column = torch.einsum("nhd,nkhd->nhk", q, column_keys) * scale  # [n,h,k]
-    weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)  # [n,h,N+k]
-    seen = torch.einsum("nhm,mhd->nhd", weights[..., : len(keys)], values)
-    return seen + torch.einsum("nhk,nkhd->nhd", weights[..., len(keys) :], column_values)
+    return dense(q, keys, values, column_keys, column_values, plan.rows, plan.starts, scale)

@@ -5,6 +5,7 @@ See ``docs/kernels.md``. Importing this package does not import Triton.
 
 from modelopt_eagle.common.trees import history_size
 from modelopt_eagle.kernels.build_tree import DraftTree, build_tree, check_num_nodes, history_depth
+from modelopt_eagle.kernels.column_attention import column_attention_work
 from modelopt_eagle.kernels.fixed_trees import branches_tree, chain_tree, regular_tree, tree_from_links
 from modelopt_eagle.kernels.pack_mask import pack_mask, unpack_mask
 from modelopt_eagle.kernels.reject_target_only import reject_target_only
@@ -15,14 +16,19 @@ from modelopt_eagle.kernels.sample_and_match import sample_and_match
 from modelopt_eagle.kernels.select_nodes import select_nodes
 from modelopt_eagle.kernels.topk import stable_topk
 from modelopt_eagle.kernels.verify_greedy import Accepted, verify_greedy
+from modelopt_eagle.kernels.work import MACHINES, Machine, Work
 
 __all__ = [
+    "MACHINES",
     "Accepted",
     "DraftTree",
+    "Machine",
+    "Work",
     "branches_tree",
     "build_tree",
     "chain_tree",
     "check_num_nodes",
+    "column_attention_work",
     "history_depth",
     "history_size",
     "pack_mask",
