@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
+from modelopt_eagle.common.interrupts import uninterrupted
 from modelopt_eagle.data.conversations import Conversation, ConversationSet, ConversationStream
 from modelopt_eagle.data.encode import (
     TokenizedRow,
@@ -30,7 +31,8 @@ from modelopt_eagle.errors import DataError
 from modelopt_eagle.target.identity import template_hash
 
 _CHUNK = 128  # conversations tokenised in one call
-_AHEAD = 8  # calls that are read ahead for each process that tokenises
+_AHEAD = 4  # calls that wait for each other process that tokenises
+_HELD = 16  # calls a process, done or not, that are held in memory for the sake of order
 
 
 @dataclass
@@ -114,7 +116,7 @@ def tokenize_conversations(
             ``finish_reason: length``, although the target did not write it.
         supervise_reasoning: learn the reasoning in front of an answer; False makes it context.
         supervise_tool_calls: learn the calls of tools; False makes them context.
-        workers: processes that render; 1 renders here.
+        workers: processes that render, this one among them.
         vision: ``Target.vision``, which reads the images of conversations; without it those with images are dropped.
         folder: where the tokens are kept, see :class:`~modelopt_eagle.data.packed.RowPacker`; ``None``: in memory.
 
@@ -196,27 +198,45 @@ def prepare_rows(
 
 
 def _map(tokenizer, chunks: Iterator[list[Conversation]], options: _Options, workers: int):
-    """What :func:`_tokenize_chunk` makes of each chunk, in order."""
+    """What :func:`_tokenize_chunk` makes of each chunk, in order, by this process and ``workers - 1`` others.
+
+    This process reads, and tokenises what the others have no hands for: the first chunks while they start (seconds).
+    """
     first = list(itertools.islice(chunks, 2))
     if workers == 1 or len(first) < 2:
         yield from (_tokenize_chunk(tokenizer, chunk, options) for chunk in itertools.chain(first, chunks))
         return
     # spawned, not forked: the caller may hold threads and devices; the tokenizer is sent once a process
-    with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(tokenizer, options)
-    ) as pool:
-        begun: deque[Future] = deque()
-        try:
-            for chunk in itertools.chain(first, chunks):
-                begun.append(pool.submit(_work, chunk))
-                if len(begun) >= _AHEAD * workers:  # what has been read and not yet tokenised is held in memory
-                    yield begun.popleft().result()
-            while begun:
+    pool = ProcessPoolExecutor(
+        workers - 1, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(tokenizer, options)
+    )
+    strangers = set(active_children())
+    begun: deque[Future] = deque()
+    given: set[Future] = set()  # to the other processes, and not known to be done
+    try:
+        for chunk in itertools.chain(first, chunks):
+            given = {future for future in given if not future.done()}
+            if len(given) < _AHEAD * (workers - 1):
+                with uninterrupted():  # a process that starts has no answer to Ctrl-C yet: this one stops it
+                    begun.append(pool.submit(_work, chunk))
+                given.add(begun[-1])
+            else:
+                begun.append(Future())
+                begun[-1].set_result(_tokenize_chunk(tokenizer, chunk, options))
+            while begun and (begun[0].done() or len(begun) >= _HELD * workers):
                 yield begun.popleft().result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a process that tokenises was killed, perhaps for want of memory: set data.workers to fewer"
-            ) from error
+        while begun:
+            yield begun.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that tokenises was killed, perhaps for want of memory: set data.workers to fewer"
+        ) from error
+    except BaseException:
+        for process in set(active_children()) - strangers:  # nobody waits for what they still do
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _WORKER: dict[str, Any] = {}  # tokenizer and options of a process that tokenises

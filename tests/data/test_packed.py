@@ -1,6 +1,11 @@
 """Packed rows are the rows that went in, in memory and on disk, and reading a set never holds all of it."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 
@@ -110,6 +115,67 @@ def test_processes_make_the_same(many):
     alone = prepare_dataset(make_byte_tokenizer(), many)
     together = prepare_dataset(make_byte_tokenizer(), many, workers=2)
     assert together.rows == alone.rows and together.report == alone.report
+
+
+def test_this_process_tokenises_while_others_start(many, monkeypatch):
+    """Others that take seconds to start leave the work to this one, up to what may be held in memory."""
+    original, here = dataset_module._tokenize_chunk, []
+
+    class Late:
+        def __init__(self, *_, **__):
+            self.given = []
+
+        def submit(self, _, chunk):
+            self.given.append((Future(), chunk))
+            return self.given[-1][0]
+
+        def shutdown(self, cancel_futures):
+            assert cancel_futures
+
+    def late(*given, **options):
+        pools.append(Late())
+        return pools[0]
+
+    def counted(tokenizer, chunk, options):
+        here.append(len(chunk))
+        if len(here) == 8 - dataset_module._AHEAD:  # the last one: the other process is there at last
+            for future, other in pools[0].given:
+                future.set_result(original(tokenizer, other, options))
+        return original(tokenizer, chunk, options)
+
+    pools: list[Late] = []
+    alone = prepare_dataset(make_byte_tokenizer(), many)
+    monkeypatch.setattr(dataset_module, "ProcessPoolExecutor", late)
+    monkeypatch.setattr(dataset_module, "_tokenize_chunk", counted)
+    shared = prepare_dataset(make_byte_tokenizer(), many, workers=2)
+    assert shared.rows == alone.rows and shared.report == alone.report
+    assert len(pools[0].given) == dataset_module._AHEAD and len(here) == 8 - dataset_module._AHEAD
+
+
+def test_ctrl_c_while_processes_start_is_told_once(many):
+    """A process that starts takes no Ctrl-C: the one that started it ends it, without a traceback of its own."""
+    code = (
+        "from modelopt_eagle.data import dataset, prepare_dataset\n"
+        "from modelopt_eagle.target.tiny import make_byte_tokenizer\n"
+        "if __name__ == '__main__':\n"
+        "    begun = dataset.ProcessPoolExecutor.submit\n"
+        "    def told(*given):\n"
+        "        future = begun(*given)\n"
+        "        print('begun', flush=True)\n"
+        "        return future\n"
+        "    dataset.ProcessPoolExecutor.submit = told\n"
+        f"    prepare_dataset(make_byte_tokenizer(), {str(many)!r}, workers=3)\n"
+    )
+    script = many.parent / "reads.py"
+    script.write_text(code)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(0.3)  # the others import
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert error.count("Traceback") == 1 and "KeyboardInterrupt" in error and "spawn" not in error
 
 
 def test_a_process_that_is_killed_is_told(many, monkeypatch):

@@ -57,7 +57,9 @@ class DataSection(Section):
         "run began, kept in its folder, or that of the store it reads.",
     )
     workers: Positive = Field(
-        1, description="Processes that render and tokenise conversations; worth it from some ten thousand rows on."
+        1,
+        description="Processes that render and tokenise conversations, the one that reads them among them; worth it "
+        "from some thousand rows on.",
     )
     min_used_share: Share = Field(
         0.2,
