@@ -87,6 +87,14 @@ class PackedRows(Sequence[TokenizedRow]):
         lengths = np.diff(self._starts)
         return (lengths if self._numbers is None else lengths[self._numbers]).tolist()
 
+    @property
+    def supervised_counts(self) -> list[int]:
+        """Supervised tokens of each row."""
+        if not len(self._about):
+            return []
+        counts = np.add.reduceat(self._supervised, self._starts[:-1], dtype=np.int64)  # no row is empty
+        return (counts if self._numbers is None else counts[self._numbers]).tolist()
+
     def select(self, numbers: Iterable[int]) -> PackedRows:
         """Some of the rows, in the order given, without a copy of their tokens."""
         chosen = np.fromiter(numbers, dtype=np.int64)
@@ -129,6 +137,11 @@ def _mapped(path: Path, dtype) -> np.ndarray:
 def row_lengths(rows: Sequence[TokenizedRow]) -> list[int]:
     """Tokens of each row, packed or not."""
     return rows.lengths if isinstance(rows, PackedRows) else [len(row.input_ids) for row in rows]
+
+
+def supervised_counts(rows: Sequence[TokenizedRow]) -> list[int]:
+    """Supervised tokens of each row, packed or not."""
+    return rows.supervised_counts if isinstance(rows, PackedRows) else [sum(row.supervised) for row in rows]
 
 
 def chosen_rows(rows: Sequence[TokenizedRow], numbers: Sequence[int]) -> Sequence[TokenizedRow]:

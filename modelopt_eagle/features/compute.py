@@ -12,6 +12,10 @@ from modelopt_eagle.features.batch import FeatureRow, predicting_positions
 from modelopt_eagle.features.pictures import has_images, picture_states
 from modelopt_eagle.features.prefix_cache import CommonPrefix, find_common_prefix
 
+PADDING = 1.5
+"""Rows of a batch go through the target together while this padding makes of them no more than so many times their
+tokens; a long row among short ones would make each as long as itself."""
+
 HEAD_CHUNK_BYTES = 64 * 2**20
 """Logits of one chunk of positions stay below this, so ``[B,S,V]`` never exists."""
 
@@ -69,7 +73,8 @@ def compute_features(
     """Features of some rows by one forward of the target, right-padded to the longest.
 
     Padding stands after every real token and is masked, so that a causal target gives each row the values it would
-    have alone. Rows with images are run one by one.
+    have alone. Rows of very different lengths are run in several forwards, see :data:`PADDING`; rows with images one by
+    one.
 
     Args:
         target: a loaded :class:`~modelopt_eagle.target.Target`.
@@ -87,7 +92,15 @@ def compute_features(
     if any(map(has_images, rows)):
         return _with_pictures(target, rows, aux_layer_ids, prefix, gradient)
     begun = 0 if prefix is None else len(prefix)
-    longest = max(len(row.input_ids) for row in rows) - begun
+    lengths = [len(row.input_ids) - begun for row in rows]
+    longest = max(lengths)
+    if longest * len(rows) > (most := PADDING * sum(lengths)):
+        held: dict[int, FeatureRow] = {}
+        for group in length_batches(lengths, int(most)):
+            some = [rows[i] for i in group]
+            made = compute_features(target, some, aux_layer_ids, prefix=prefix, gradient=gradient)
+            held |= dict(zip(group, made, strict=True))
+        return [held[i] for i in range(len(rows))]
     ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
     mask = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
     for b, row in enumerate(rows):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from modelopt_eagle.common.files import file_lock
-from modelopt_eagle.data.packed import chosen_rows, row_lengths
+from modelopt_eagle.data.packed import chosen_rows, row_lengths, supervised_counts
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
 from modelopt_eagle.features.compute import check_tokens
@@ -165,6 +165,9 @@ class HybridSource(PlannedSource):
 
     def _find_stored(self) -> None:
         self._stored = {index: number for number, index in enumerate(self._reader.indices)}
+
+    def supervised_counts(self) -> list[int]:
+        return supervised_counts(self.rows)
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         batch = self._load(indices)

@@ -73,6 +73,9 @@ class OfflineSource(PlannedSource):
         """Seconds that the trainer has waited for batches so far."""
         return self._prefetcher.waited
 
+    def supervised_counts(self) -> list[int] | None:
+        return getattr(self.reader, "supervised", None)
+
     def row(self, number: int) -> FeatureRow:
         """One row with post-norm final states and the target's predictions."""
         return self._fill([number])[0][0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.data.encode import TokenizedRow
-from modelopt_eagle.data.packed import row_lengths
+from modelopt_eagle.data.packed import row_lengths, supervised_counts
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import (
     FeatureBatch,
@@ -46,6 +46,8 @@ class FeatureSource(Protocol):
         world_size: int = 1,
         start: int = 0,
         shuffle: bool = True,
+        max_tokens: int | None = None,
+        window: int = 1,
     ) -> Iterator[FeatureBatch | None]:
         """Batches of one epoch for one rank; None where the rank has nothing in a step.
 
@@ -56,6 +58,8 @@ class FeatureSource(Protocol):
             rank, world_size: the share of this process; all ranks get the same number of steps.
             start: steps to leave out at the front.
             shuffle: False keeps the order of the rows in every epoch.
+            max_tokens: tokens of a batch, which ``batch_size`` then does not count.
+            window: batches of an optimiser step, over which ``max_tokens`` levels the work of the ranks.
         """
         ...
 
@@ -70,10 +74,16 @@ class PlannedSource(ABC):
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         """The rows of these numbers, packed in the given order."""
 
+    def supervised_counts(self) -> list[int] | None:
+        """Supervised tokens of each row; ``None`` where that is not known without its features."""
+        return None
+
     def plan(self, epoch: int, *, start: int = 0, **options) -> list[list[int]]:
         """Row numbers of each remaining batch of the epoch; ``options`` are those of ``data.plan_batches``."""
         from modelopt_eagle.data import plan_batches
 
+        if options.get("max_tokens") is not None:
+            options["supervised"] = self.supervised_counts()
         return plan_batches(self.lengths, epoch=epoch, **options)[start:]
 
     def batches(
@@ -86,6 +96,8 @@ class PlannedSource(ABC):
         world_size: int = 1,
         start: int = 0,
         shuffle: bool = True,
+        max_tokens: int | None = None,
+        window: int = 1,
     ) -> Iterator[FeatureBatch | None]:
         """See :class:`FeatureSource`."""
         plan = self.plan(
@@ -96,6 +108,8 @@ class PlannedSource(ABC):
             world_size=world_size,
             start=start,
             shuffle=shuffle,
+            max_tokens=max_tokens,
+            window=window,
         )
         yield from self._make_batches(plan)
 
@@ -120,6 +134,10 @@ class SelectedSource(PlannedSource):
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         return self._source.load([self._numbers[i] for i in indices])
+
+    def supervised_counts(self) -> list[int] | None:
+        counts = self._source.supervised_counts()
+        return None if counts is None else [counts[number] for number in self._numbers]
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
         return self._source._make_batches([[self._numbers[i] for i in indices] for indices in plan])
@@ -148,6 +166,9 @@ class OnlineSource(PlannedSource):
         self.rows = rows_of(dataset)
         self.lengths = row_lengths(self.rows)
         self.contract = FeatureContract.from_target(target, aux_layer_ids, dtype=dtype_name(target.dtype))
+
+    def supervised_counts(self) -> list[int]:
+        return supervised_counts(self.rows)
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         rows = compute_features(self.target, [self.rows[i] for i in indices], self.contract.aux_layer_ids)
@@ -217,6 +238,9 @@ class MemorySource(PlannedSource):
     def num_bytes(self) -> int:
         """Bytes of memory that the states take."""
         return sum(kept.nbytes + row.aux_hidden.nbytes for row, kept in self._rows)
+
+    def supervised_counts(self) -> list[int]:
+        return [int(row.supervised.sum()) for row, _ in self._rows]
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         return collate([_serve(*self._rows[i]) for i in indices], self.contract)

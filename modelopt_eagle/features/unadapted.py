@@ -36,6 +36,9 @@ class UnadaptedSource(PlannedSource):
         self._source, self._adapter = source, adapter
         self.contract, self.lengths = source.contract, source.lengths
 
+    def supervised_counts(self) -> list[int] | None:
+        return self._source.supervised_counts()
+
     def load(self, indices: Sequence[int]) -> AdaptableBatch:
         with self._adapter.disabled():
             batch = self._source.load(indices)

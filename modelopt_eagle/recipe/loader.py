@@ -61,6 +61,12 @@ def load_recipe(path: str | Path | Mapping[str, Any] | None = None, overrides: I
     except ValidationError as error:
         raise RecipeError(explain(error, places, texts, path)) from None
     recipe._origin = origin
+    if all(origin.get(f"training.{key}") == OVERRIDE for key in ("batch_size", "max_tokens_per_batch")):
+        if recipe.training.max_tokens_per_batch is not None:
+            raise RecipeError(
+                "training.batch_size and training.max_tokens_per_batch are both given, and a batch is counted in rows "
+                "or in tokens: leave one of them out"
+            )
     return recipe
 
 

@@ -60,6 +60,7 @@ class Recipe(Section):
         self._check_starting_point()
         self._check_adapters()
         self._check_shared_batches()
+        self._check_batches_of_tokens()
         self._check_drafted_tokens()
         if self.training.output_dir is None:
             self.training.output_dir = default_output_dir(self.model.base_model, self.drafter.algorithm)
@@ -129,6 +130,15 @@ class Recipe(Section):
             self.eagle.convention == "served" or not self.eagle.counts_by_target_choice,
             f"{where}: convention: {self.eagle.convention} counts by target choices that features do not come with, "
             "from final states which no process holds whole: set convention: served",
+        )
+
+    def _check_batches_of_tokens(self) -> None:
+        """The longest row fits into a batch."""
+        most, longest = self.training.max_tokens_per_batch, self.data.max_length
+        need(
+            most is None or most >= longest,
+            f"training.max_tokens_per_batch {most} is less than data.max_length {longest}, and a row of that length "
+            f"would fit into no batch: set it to {longest} or more, or max_length to {most} or less",
         )
 
     def _check_drafted_tokens(self) -> None:

@@ -272,7 +272,9 @@ def evaluate_files(step: TrainingStep, held_out: FeatureSource | EvaluationFiles
 
 
 @torch.no_grad()
-def evaluate(step: TrainingStep, source, accelerator, *, batch_size: int, num_steps: int) -> WalkResult:
+def evaluate(
+    step: TrainingStep, source, accelerator, *, batch_size: int, num_steps: int, max_tokens: int | None = None
+) -> WalkResult:
     """Acceptance length of the head on a feature source.
 
     The head's mode (``training``) and the random state are left as they were.
@@ -283,6 +285,7 @@ def evaluate(step: TrainingStep, source, accelerator, *, batch_size: int, num_st
         accelerator: whose processes share the rows.
         batch_size: rows of a batch.
         num_steps: K, drafted tokens a step.
+        max_tokens: tokens of a batch, in place of ``batch_size``.
     """
     from accelerate.utils import gather_object
 
@@ -291,8 +294,9 @@ def evaluate(step: TrainingStep, source, accelerator, *, batch_size: int, num_st
     walked = WalkResult(num_steps)
     try:
         with torch.random.fork_rng(enabled=True):
+            sizes = {"batch_size": batch_size} | ({} if max_tokens is None else {"max_tokens": max_tokens})
             for batch in source.batches(
-                0, batch_size=batch_size, seed=0, rank=accelerator.process_index, world_size=accelerator.num_processes
+                0, seed=0, rank=accelerator.process_index, world_size=accelerator.num_processes, **sizes
             ):
                 if batch is None:
                     continue

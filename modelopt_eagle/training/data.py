@@ -76,6 +76,15 @@ class Rows:
         self.fills = getattr(reader, "fills", False)
         self.lengths = [min(reader.lengths[number], window) for number in numbers]
 
+    @property
+    def supervised(self) -> list[int]:
+        """Supervised tokens of each row, of those that are cut in what is left of them."""
+        whole, cut_to = self._reader, self._window
+        return [
+            int(whole.tokens(n)[1][:cut_to].sum()) if whole.lengths[n] > cut_to else int(whole.supervised[n])
+            for n in self._numbers
+        ]
+
     def tokens(self, number: int) -> TokenRow:
         """Ids and mask of row ``number`` of the selection, without its states."""
         place = self._numbers[number]

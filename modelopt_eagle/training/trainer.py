@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.console import clock
-from modelopt_eagle.data import plan_batches
 from modelopt_eagle.errors import CheckpointError, TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
 from modelopt_eagle.training.acceptance import evaluate_files
 from modelopt_eagle.training.checkpoint import CheckpointFolder, set_rng_state
+from modelopt_eagle.training.course import batch_options, plan_course
 from modelopt_eagle.training.metrics import Meter
 from modelopt_eagle.training.optimizer import Schedule, build_optimizers, set_learning_rate
 from modelopt_eagle.training.progress import MetricLog, ProgressView, StopRequest, progress_text
@@ -115,7 +115,8 @@ class Trainer:
         self.optimizers = build_optimizers(self.step.module, self.settings, adapters, rate)
         size = self.settings.context_parallel  # processes that see the same rows
         self.data_rank, self.data_world = self.rank // size, self.world // size
-        self.windows_per_epoch, total = count_steps(recipe, run.source.lengths, self.data_world)
+        self.course = plan_course(recipe, run.source, self.data_world)
+        total = self.course.total
         budget = self.settings.time_budget_minutes
         self.schedule = Schedule(
             self.settings.lr_scheduler, total, self.settings.warmup_ratio, self.settings.min_lr_ratio,
@@ -152,6 +153,7 @@ class Trainer:
                     if not self.go_on(index, window):
                         break
                     self.optimise(index, window)
+                    window.clear()  # not kept beside the features of the next one
                     self.after_step()
                     if self.gains_nothing():
                         break
@@ -187,16 +189,15 @@ class Trainer:
 
     def windows(self) -> Iterator[tuple[int, list]]:
         """``(step, its micro-batches)`` of every step that is left; a window never reaches into the next epoch."""
-        size, per_epoch = self.settings.gradient_accumulation_steps, self.windows_per_epoch
-        step = self.state.step
-        while step < self.schedule.total_steps:
-            epoch, done = divmod(step, per_epoch)
+        size, step = self.settings.gradient_accumulation_steps, self.state.step
+        while step < self.course.total:
+            epoch, done, left = self.course.place(step)
             batches = self.run.source.batches(
-                epoch, batch_size=self.settings.batch_size, seed=self.settings.seed, rank=self.data_rank,
-                world_size=self.data_world, start=done * size, shuffle=self.recipe.data.shuffle,
+                epoch, seed=self.settings.seed, rank=self.data_rank, world_size=self.data_world, start=done * size,
+                shuffle=self.recipe.data.shuffle, **batch_options(self.settings, size),
             )  # fmt: skip
             with contextlib.closing(batches):
-                for _ in range(min(per_epoch - done, self.schedule.total_steps - step)):
+                for _ in range(left):
                     window = map(self.step.share, itertools.islice(batches, size))
                     yield step, [self.step.place(batch, self.accelerator.device) for batch in window]
                     step += 1
@@ -325,7 +326,7 @@ class Trainer:
             metrics["grad_norm"] = float(self.grad_norm)
         if self.state.skipped:
             metrics["skipped_steps"] = float(len(self.state.skipped))
-        entry = {"step": step, "epoch": step / self.windows_per_epoch, "elapsed": round(elapsed, 3), **metrics}
+        entry = {"step": step, "epoch": self.course.epochs(step), "elapsed": round(elapsed, 3), **metrics}
         self.state.history.append(entry)
         left = self.schedule.remaining_seconds(step, elapsed, metrics["seconds_per_step"])
         text = progress_text(step, self.schedule.total_steps, metrics, left)
@@ -345,7 +346,7 @@ class Trainer:
         begun = time.monotonic()
         walk, by_file = evaluate_files(
             self.step, self.run.eval_source, self.accelerator,
-            batch_size=self.settings.batch_size, num_steps=self.recipe.validation.num_steps,
+            num_steps=self.recipe.validation.num_steps, **batch_options(self.settings),
         )  # fmt: skip
         step, length = self.state.step, walk.acceptance_length
         entry = {"step": step, **walk.numbers()}
@@ -417,15 +418,3 @@ def make_result(output_dir: Path, state: dict, best: Path) -> TrainingResult:
         finished=state["finished"],
         header=state["header"],
     )
-
-
-def count_steps(recipe: Recipe, lengths: list[int], world_size: int) -> tuple[int, int]:
-    """Optimiser steps of an epoch, and of the run unless time ends it sooner.
-
-    The last window of an epoch may hold fewer micro-batches; it is normalised by what it holds.
-    """
-    settings = recipe.training
-    planned = plan_batches(lengths, batch_size=settings.batch_size, seed=0, epoch=0, world_size=world_size)
-    per_epoch = math.ceil(len(planned) / settings.gradient_accumulation_steps)
-    total = per_epoch * settings.epochs
-    return per_epoch, total if settings.max_steps is None else min(total, settings.max_steps)

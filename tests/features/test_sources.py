@@ -19,11 +19,12 @@ from modelopt_eagle.features import (
     MemorySource,
     OfflineSource,
     OnlineSource,
+    SelectedSource,
     collate,
     needed_final_positions,
     predicting_positions,
 )
-from modelopt_eagle.features.compute import compute_rows, length_batches
+from modelopt_eagle.features.compute import compute_features, compute_rows, length_batches
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.prefetch import Prefetcher
 from modelopt_eagle.target import load_target_tables
@@ -93,6 +94,34 @@ def test_online_memory_and_offline_agree(tiny_target, dataset, store):
         assert_same(ours, stored, 1e-4)
         assert stored.contract.final_is_normed
     assert all(isinstance(source, FeatureSource) for source in (online, memory, offline))
+
+
+def test_batches_of_tokens_are_the_same_from_every_source(tiny_target, dataset, store):
+    online, memory = OnlineSource(tiny_target, dataset, AUX), MemorySource.from_target(tiny_target, dataset, AUX)
+    offline, most = OfflineSource(store), max(dataset.lengths) + 20
+    counts = [int(sum(row.supervised)) for row in dataset.rows]
+    assert [list(source.supervised_counts()) for source in (online, memory, offline)] == [counts] * 3
+    assert list(SelectedSource(offline, [3, 1]).supervised_counts()) == [counts[3], counts[1]]
+    for rank in range(2):
+        options = {"max_tokens": most, "window": 2, "rank": rank, "world_size": 2}
+        first, *others = ([batch and batch.row_ids for batch in all_batches(source, **options)] for source in
+                          (online, memory, offline))  # fmt: skip
+        assert others == [first, first]
+        assert [batch and batch.row_ids for batch in all_batches(offline, start=1, **options)] == first[1:]
+
+
+def test_a_long_row_among_short_ones_does_not_make_them_as_long(tiny_target, dataset, monkeypatch):
+    shapes = []
+    features = tiny_target.features
+    monkeypatch.setattr(tiny_target, "features", lambda ids, *rest, **more: shapes.append(ids.shape) or features(
+        ids, *rest, **more))  # fmt: skip
+    rows = sorted(dataset.rows, key=lambda row: -len(row.input_ids))
+    long, short = rows[0], [replace(row, input_ids=row.input_ids[:20], supervised=row.supervised[:20]) for row in rows]
+    made = compute_features(tiny_target, [*short[1:5], long, *short[5:9]], AUX)
+    assert [row.row_id for row in made] == [row.id for row in (*short[1:5], long, *short[5:9])]
+    assert sum(batch * length for batch, length in shapes) <= 1.5 * sum(map(len, made)) and len(shapes) <= 3
+    alone = compute_features(tiny_target, [long], AUX)[0]
+    torch.testing.assert_close(made[4].aux_hidden, alone.aux_hidden, rtol=1e-4, atol=1e-4)
 
 
 def test_memory_source_reports_progress_and_keeps_bfloat16(tiny_target, dataset):

@@ -57,6 +57,11 @@ from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_re
         (["algorithm=dflash", "peagle.depth=4"], "peagle.depth: leave these keys out, or set algorithm"),
         (["algorithm=dflash", "dflash.weighting=dpace", "dflash.gamma=4"], "gamma is read only when weighting is expo"),
         (["algorithm=dflash", "dflash.dpace_alpha=0.3"], "set weighting: dpace"),
+        (["training.max_tokens_per_batch=1024"], "is less than data.max_length 2048, and a row of that length"),
+        (
+            ["training.batch_size=2", "training.max_tokens_per_batch=4096"],
+            "in rows or in tokens: leave one",
+        ),
         (["algorithm=peagle", "medusa.heads=3"], "algorithm is peagle, which does not read medusa.heads"),
     ],
 )

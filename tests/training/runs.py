@@ -30,7 +30,7 @@ def small_recipe(target, data, output, *overrides):
             f"model.base_model={target}",
             f"data.train_path={data}",
             f"training.output_dir={output}",
-            "training.batch_size=4",
+            *([] if any("max_tokens_per_batch" in text for text in overrides) else ["training.batch_size=4"]),
             "training.epochs=2",
             "training.learning_rate=3e-3",
             "training.log_steps=2",

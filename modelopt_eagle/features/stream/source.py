@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 
 import torch
 
-from modelopt_eagle.data.packed import chosen_rows, row_lengths
+from modelopt_eagle.data.packed import chosen_rows, row_lengths, supervised_counts
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, FeatureRow, collate
 from modelopt_eagle.features.compute import finish_row
@@ -143,6 +143,9 @@ class StreamedSource(PlannedSource):
         aux = message.states[:, :-1].flatten(1)  # [s,A·Ht]
         norm = None if message.final_is_normed else self._final_norm
         return finish_row(row, aux, message.states[:, -1], norm, self._head)
+
+    def supervised_counts(self) -> list[int]:
+        return supervised_counts(self.rows)
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         return collate(self.fetch_rows([self.rows[i] for i in indices]), self.contract)

@@ -27,6 +27,12 @@ class TrainingSection(Section):
     batch_size: Positive = Field(
         4, description="Conversations in a micro-batch (of each process), packed one after the other without padding."
     )
+    max_tokens_per_batch: Positive | None = Field(
+        None,
+        description="Tokens in a micro-batch (of each process), in place of `batch_size`, which then does not count: "
+        "filled with rows until no more fit, and levelled over the processes in each step. At least `data.max_length`; "
+        "null: `batch_size` rows.",
+    )
     gradient_accumulation_steps: Positive = Field(1, description="Micro-batches in an optimiser step.")
     learning_rate: Annotated[float, Field(gt=0, le=1)] = Field(1e-4, description="Peak learning rate.")
     optimizer: Literal["adamw", "muon"] = Field(
