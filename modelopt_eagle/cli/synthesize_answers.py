@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 from modelopt_eagle.common.parser import CommandParser, command_parser
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from modelopt_eagle.data import Prompt
+    from modelopt_eagle.validation.synthesis import Account
 
 
 def build_parser() -> CommandParser:
@@ -60,7 +63,14 @@ def build_parser() -> CommandParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; raises ``EagleError`` for bad input, returns 130 when interrupted (what is answered is kept)."""
+    """Run the command.
+
+    Returns:
+        0, or 1 where a prompt was not answered, or 130 when interrupted; what is answered is kept.
+
+    Raises:
+        EagleError: bad input.
+    """
     arguments = build_parser().parse_args(argv)
     try:
         return _run(arguments)
@@ -70,13 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.errors import DataError
-    from modelopt_eagle.recipe.command_line import target_arguments
-    from modelopt_eagle.target import load_target
-    from modelopt_eagle.target.load import read_chat_template
-    from modelopt_eagle.validation.synthesis import SynthesisSettings, missing_prompts, prepare_output, synthesize
 
     for name in ("max_new_tokens", "batch_size"):
         if getattr(arguments, name) < 1:
@@ -85,43 +90,33 @@ def _run(arguments: argparse.Namespace) -> int:
         raise DataError(f"--temperature must be 0 (greedy) or above, found {arguments.temperature}")
     if arguments.model is None and arguments.server is None:
         raise DataError("give the target as --model, or running servers as --server URL ...")
-    if arguments.server is not None and (unread := _loading_options(arguments)):
+    if arguments.server is not None and (unread := _given(arguments, _LOADING)):
         raise DataError(
             f"{', '.join(unread)} would load a target in this process, and servers have theirs: leave it out (vLLM "
             "takes --chat-template itself)"
         )
+    if arguments.server is not None and (unread := _given(arguments, ("batch_size",))):
+        raise DataError(f"{unread[0]} is for the model in this process; servers are asked --concurrency at a time")
+    if arguments.server is None and (unread := _given(arguments, ("concurrency", "retries", "timeout"))):
+        raise DataError(f"{', '.join(unread)} says how servers are asked: give their addresses as --server URL ...")
     prompts = load_prompts(arguments.input, arguments.num_samples)
     prompts = [with_arguments(prompt, arguments.template_arguments) for prompt in prompts]
-    if arguments.server is not None:
-        return _by_servers(arguments, prompts)
-    template = None if arguments.chat_template is None else read_chat_template(arguments.chat_template)
-    settings = SynthesisSettings(
-        arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed,
-        None if template is None else hashlib.sha256(template.encode()).hexdigest(),
-    )  # fmt: skip
-    left = len(missing_prompts(prompts, prepare_output(arguments.output, settings)))
-    print(f"{len(prompts)} prompts, {len(prompts) - left} answered before, {left} to do")
-    if not left:
-        return 0
-
-    target = load_target(**target_arguments(arguments, arguments.model))
-    bar = ProgressBar(left, "answers")
-    cut = 0
-
-    def report(rows: list[dict]) -> None:
-        nonlocal cut
-        cut += sum(row["finish_reason"] == "length" for row in rows)
-        bar.advance(len(rows), f"({cut} cut at {arguments.max_new_tokens} tokens)")
-
-    added = synthesize(target, prompts, arguments.output, settings, arguments.batch_size, report)
-    print(f"{added} answers added to {arguments.output}, {cut} of them cut at {arguments.max_new_tokens} tokens")
-    return 0
+    account = (_here if arguments.server is None else _by_servers)(arguments, prompts)
+    print(
+        f"{len(prompts)} prompts: {account.answered} answered, {account.failed} failed, {account.skipped} answered "
+        f"before; {account.cut} cut at {arguments.max_new_tokens} tokens; {arguments.output}"
+    )
+    if account.failed:
+        print(f"the failed ones stand in {arguments.output}.errors.jsonl; the same command tries them again")
+    return 1 if account.failed else 0
 
 
-def _loading_options(arguments: argparse.Namespace) -> list[str]:
-    """The options given that say how a target is loaded here."""
+_LOADING = ("revision", "trust_remote_code", "chat_template", "target_dtype", "device", "attn_implementation")
+
+
+def _given(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Those of the options that were given another value than their default."""
     parser = build_parser()
-    names = ("revision", "trust_remote_code", "chat_template", "target_dtype", "device", "attn_implementation")
     given = [name for name in names if getattr(arguments, name) != parser.get_default(name)]
     return [f"--{name.removeprefix('target_')}" for name in given]
 
@@ -131,12 +126,38 @@ def with_arguments(prompt: Prompt, arguments: dict) -> Prompt:
     return dataclasses.replace(prompt, template_arguments={**arguments, **prompt.template_arguments})
 
 
-def _by_servers(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
-    """Answer by servers; 0, or 1 where a prompt was answered by none."""
+def _here(arguments: argparse.Namespace, prompts: list[Prompt]) -> Account:
+    """Answer by the target in this process; it is loaded where something is to do."""
+    from modelopt_eagle.common.console import ProgressBar
+    from modelopt_eagle.recipe.command_line import target_arguments
+    from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.load import read_chat_template
+    from modelopt_eagle.validation.synthesis import AnswerFile, SynthesisSettings, synthesize
+
+    template = None if arguments.chat_template is None else read_chat_template(arguments.chat_template)
+    settings = SynthesisSettings(
+        arguments.model, arguments.max_new_tokens, arguments.temperature, arguments.seed,
+        None if template is None else hashlib.sha256(template.encode()).hexdigest(),
+    )  # fmt: skip
+    with AnswerFile(arguments.output, settings, prompts) as answers:
+        if not answers.missing:
+            return answers.account
+        print(f"{len(prompts)} prompts, {answers.account.skipped} answered before, {len(answers.missing)} to do")
+        target = load_target(**target_arguments(arguments, arguments.model))
+        bar = ProgressBar(len(answers.missing), "answers")
+
+        def report(account: Account) -> None:
+            bar.reach(account.answered + account.failed, f"({account.failed} failed, {account.cut} cut)")
+
+        return synthesize(target, answers, settings, arguments.batch_size, report)
+
+
+def _by_servers(arguments: argparse.Namespace, prompts: list[Prompt]) -> Account:
+    """Answer by servers."""
     from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.errors import DataError
-    from modelopt_eagle.validation.server_answers import KEY_VARIABLE, Account, ChatServers, synthesize_by_servers
-    from modelopt_eagle.validation.synthesis import SynthesisSettings
+    from modelopt_eagle.validation.server_answers import KEY_VARIABLE, ChatServers, synthesize_by_servers
+    from modelopt_eagle.validation.synthesis import AnswerFile, SynthesisSettings
 
     for name, least in (("concurrency", 1), ("retries", 0), ("timeout", 1)):
         if getattr(arguments, name) < least:
@@ -151,11 +172,5 @@ def _by_servers(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:
     def report(account: Account) -> None:
         bar.reach(account.answered + account.failed + account.skipped, f"({account.failed} failed)")
 
-    account = synthesize_by_servers(servers, prompts, arguments.output, settings, arguments.concurrency, report)
-    print(
-        f"{len(prompts)} prompts: {account.answered} answered, {account.failed} failed, {account.skipped} answered "
-        f"before; {account.cut} cut at {arguments.max_new_tokens} tokens; {arguments.output}"
-    )
-    if account.failed:
-        print(f"the failed ones stand in {arguments.output}.errors.jsonl; the same command tries them again")
-    return 1 if account.failed else 0
+    with AnswerFile(arguments.output, settings, prompts) as answers:
+        return synthesize_by_servers(servers, answers, settings, arguments.concurrency, report)

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from modelopt_eagle.data.prompts import Prompt
@@ -32,11 +31,11 @@ from modelopt_eagle.data.turn_fields import finish_reason, reasoning_of
 from modelopt_eagle.errors import DataError, StreamError
 from modelopt_eagle.features.stream.workers import Workers
 from modelopt_eagle.validation.synthesis import (
+    Account,
     Answered,
+    AnswerFile,
     SynthesisSettings,
     as_dict,
-    missing_prompts,
-    prepare_output,
     prompt_name,
 )
 
@@ -245,28 +244,17 @@ def received(choice: dict[str, Any]) -> Message:
     )  # fmt: skip
 
 
-@dataclass
-class Account:
-    """What became of the prompts: ``answered + failed + skipped`` is how many there were."""
-
-    answered: int = 0
-    failed: int = 0
-    skipped: int = 0
-    cut: int = 0
-
-
 def synthesize_by_servers(
     servers: ChatServers,
-    prompts: list[Prompt],
-    output: Path,
+    answers: AnswerFile,
     settings: SynthesisSettings,
     concurrency: int = 16,
     on_row: Callable[[Account], None] = lambda account: None,
 ) -> Account:
-    """Answer the prompts that ``output`` does not hold yet, in their order.
+    """Answer the prompts that the output does not hold yet, in their order.
 
-    Rows appear in the order of the prompts; one that no server answers is written to ``<output>.errors.jsonl`` with
-    the server's words, and tried again by the next call. Stopping it at any moment loses what is under way.
+    Rows appear in the order of the prompts; one that no server answers fails with the server's words. Stopping it at
+    any moment loses what is under way.
 
     Args:
         concurrency: requests under way at a time, over all servers.
@@ -274,35 +262,26 @@ def synthesize_by_servers(
     Raises:
         StreamError: the first requests all fail for want of a server.
     """
-    missing = missing_prompts(prompts, prepare_output(output, settings))
-    account, left = Account(skipped=len(prompts) - len(missing)), iter(missing)
-    errors = output.with_name(output.name + ".errors.jsonl")
-    errors.unlink(missing_ok=True)
+    account, left = answers.account, iter(answers.missing)
     waiting: deque[tuple[str, Prompt, Future]] = deque()
     workers = Workers(concurrency, "answers")
     try:
-        with open(output, "a", encoding="utf-8") as handle:
-            while True:
-                # a slow answer holds up the writing of those behind it, not the asking
-                for name, prompt in itertools.islice(left, max(0, 4 * concurrency - len(waiting))):
-                    waiting.append((name, prompt, workers.submit(answer, servers, prompt, settings)))
-                if not waiting:
-                    break
-                name, prompt, future = waiting.popleft()
-                try:
-                    row = future.result().row(name)
-                except StreamError as error:
-                    if not isinstance(error, Refused) and not account.answered and account.failed >= 2:
-                        raise
-                    account.failed += 1
-                    with open(errors, "a", encoding="utf-8") as log:
-                        log.write(json.dumps({"id": name, "error": str(error)}, ensure_ascii=False) + "\n")
-                else:
-                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
-                    handle.flush()
-                    account.answered += 1
-                    account.cut += row["finish_reason"] == "length"
-                on_row(account)
+        while True:
+            # a slow answer holds up the writing of those behind it, not the asking
+            for name, prompt in itertools.islice(left, max(0, 4 * concurrency - len(waiting))):
+                waiting.append((name, prompt, workers.submit(answer, servers, prompt, settings)))
+            if not waiting:
+                break
+            name, prompt, future = waiting.popleft()
+            try:
+                row = future.result().row(name)
+            except StreamError as error:
+                if not isinstance(error, Refused) and not account.answered and account.failed >= 2:
+                    raise
+                answers.fail(name, str(error))
+            else:
+                answers.add(row)
+            on_row(account)
     finally:
         for _, _, future in waiting:
             future.cancel()

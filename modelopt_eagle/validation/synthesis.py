@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modelopt_eagle.common.files import read_json, write_whole
+from filelock import Timeout
+
+from modelopt_eagle.common.files import file_lock, read_json, write_whole
 from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.data.files import SourceRow
 from modelopt_eagle.data.prompts import Prompt, prompt_of
@@ -54,6 +56,7 @@ class Answered:
     prompt: Prompt
     messages: list[Message]
     finish_reason: str = "stop"
+    trouble: str | None = None  # why a turn of it cannot be answered
 
     @classmethod
     def of(cls, prompt: Prompt) -> "Answered":
@@ -127,33 +130,37 @@ def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: S
 
     Returns:
         a dialogue a prompt; its ``finish_reason`` is that of the last answer, and an answer that was cut has its own.
+        One with a turn that does not fit the target's window, or that the template refuses, ends there with its
+        ``trouble``.
 
     Raises:
-        DataError: a target that names no end token, or a turn that does not fit its window.
+        DataError: a target that names no end token.
     """
-    target, tokenizer = generator.target, generator.target.tokenizer
+    target = generator.target
     if not target.end_token_ids:
         raise DataError(f"neither tokenizer nor configs of {target.name} name an end token; answers could never end")
     dialogues = [Answered.of(prompt) for prompt in prompts]
     for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        asking = [dialogue for dialogue in dialogues if turn < len(dialogue.prompt.turns)]
-        for dialogue in asking:
+        asking, inputs = [], []
+        for dialogue in dialogues:
+            if dialogue.trouble is not None or turn >= len(dialogue.prompt.turns):
+                continue
             dialogue.messages.append(dialogue.prompt.message(turn))
-        inputs = [_prompt_ids(tokenizer, dialogue) for dialogue in asking]
-        for dialogue, ids in zip(asking, inputs, strict=True):
-            if len(ids) + settings.max_new_tokens > window(target):
-                raise DataError(
-                    f"prompt {dialogue.prompt.id!r}, turn {turn + 1}: {len(ids)} tokens and {settings.max_new_tokens} "
-                    f"new ones do not fit the {window(target)} positions of {target.name}: lower --max_new_tokens, or "
-                    "shorten the prompt; what is answered already is kept"
-                )
+            try:
+                inputs.append(_prompt_ids(target, dialogue, settings.max_new_tokens))
+            except DataError as error:
+                dialogue.trouble = f"turn {turn + 1}: {error}"
+            else:
+                asking.append(dialogue)
+        if not asking:
+            continue
         seeds = [zlib.crc32(f"{settings.seed}/{prompt_name(d.prompt)}/{turn}".encode()) for d in asking]
         answers = decode_batch(
             generator, inputs, target.end_token_ids, settings.max_new_tokens, settings.temperature, seeds, True
         )
         for dialogue, (ids, reason) in zip(asking, answers, strict=True):
             message = written_message(
-                tokenizer, dialogue.messages, ids, cut=reason == "length", end_token_ids=target.end_token_ids,
+                target.tokenizer, dialogue.messages, ids, cut=reason == "length", end_token_ids=target.end_token_ids,
                 tools=dialogue.prompt.tools, arguments=dialogue.prompt.template_arguments,
             )  # fmt: skip
             if message.cut:  # a character of several tokens may have been cut in two
@@ -163,10 +170,21 @@ def answer_prompts(generator: PlainGenerator, prompts: list[Prompt], settings: S
     return dialogues
 
 
-def _prompt_ids(tokenizer, dialogue: Answered) -> list[int]:
+def _prompt_ids(target: Target, dialogue: Answered, max_new_tokens: int) -> list[int]:
+    """Ids of what is said so far, with the generation prompt.
+
+    Raises:
+        DataError: the template refuses it, or no room is left for ``max_new_tokens`` in the target's window.
+    """
     prompt = dialogue.prompt
-    text = render_text(tokenizer, dialogue.messages, True, prompt.tools, prompt.template_arguments)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = render_text(target.tokenizer, dialogue.messages, True, prompt.tools, prompt.template_arguments)
+    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) + max_new_tokens > window(target):
+        raise DataError(
+            f"{len(ids)} tokens and {max_new_tokens} new ones do not fit the {window(target)} positions of "
+            f"{target.name}: lower --max_new_tokens, or shorten the prompt"
+        )
+    return ids
 
 
 def prompt_name(prompt: Prompt) -> str:
@@ -174,31 +192,93 @@ def prompt_name(prompt: Prompt) -> str:
     return f"prompt-{prompt.digest}" if prompt.numbered else prompt.id
 
 
+@dataclass
+class Account:
+    """What became of the prompts: ``answered + failed + skipped`` is how many there were."""
+
+    answered: int = 0
+    failed: int = 0
+    skipped: int = 0
+    cut: int = 0
+
+
+class AnswerFile:
+    """The output of a synthesis, held by one process at a time: its rows, those that failed, and the account of both.
+
+    Rows are appended as they come. A prompt that cannot be answered goes to ``<output>.errors.jsonl`` with the reason,
+    and is tried again by the next call. A context manager; leaving it lets go of the output.
+
+    Args:
+        output: the file of rows; see :func:`prepare_output`.
+        settings: what decides the answers.
+        prompts: all that are asked.
+
+    Raises:
+        DataError: see :func:`prepare_output`; or another process writes into the output.
+    """
+
+    def __init__(self, output: Path, settings: SynthesisSettings, prompts: list[Prompt]):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = file_lock(output.with_name(output.name + ".lock"), wait=False)
+        try:
+            self._lock.acquire()
+        except Timeout as error:
+            raise DataError(f"another process writes into {output}: wait for it, or choose another --output") from error
+        try:
+            self.missing = missing_prompts(prompts, prepare_output(output, settings))
+            self.account = Account(skipped=len(prompts) - len(self.missing))
+            self._errors = output.with_name(output.name + ".errors.jsonl")
+            self._errors.unlink(missing_ok=True)
+            self._rows = open(output, "a", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> "AnswerFile":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._rows.close()
+        self._lock.release()
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a conversation."""
+        self._rows.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._rows.flush()
+        self.account.answered += 1
+        self.account.cut += row["finish_reason"] == "length"
+
+    def fail(self, name: str, reason: str) -> None:
+        """Write down why a prompt has no answer."""
+        with open(self._errors, "a", encoding="utf-8") as log:
+            log.write(json.dumps({"id": name, "error": reason}, ensure_ascii=False) + "\n")
+        self.account.failed += 1
+
+
 def synthesize(
     target: Target,
-    prompts: list[Prompt],
-    output: Path,
+    answers: AnswerFile,
     settings: SynthesisSettings,
     batch_size: int = 16,
-    on_batch: Callable[[list[dict]], None] = lambda rows: None,
-) -> int:
-    """Answer the prompts that ``output`` does not hold yet, appending a batch at a time; returns how many were added.
+    on_batch: Callable[[Account], None] = lambda account: None,
+) -> Account:
+    """Answer the prompts that the output does not hold yet, appending a batch at a time.
 
     Stopping it at any moment loses at most the batch at work: the next call with the same settings goes on.
     """
-    todo = missing_prompts(prompts, prepare_output(output, settings))
     # the largest first: what does not fit in memory shows early
-    todo.sort(key=lambda named: (len(named[1].turns), sum(map(len, named[1].turns))), reverse=True)
+    todo = sorted(answers.missing, key=lambda named: (len(named[1].turns), sum(map(len, named[1].turns))), reverse=True)
     generator = PlainGenerator(target)
-    with open(output, "a", encoding="utf-8") as handle:
-        for start in range(0, len(todo), batch_size):
-            batch = todo[start : start + batch_size]
-            answered = answer_prompts(generator, [prompt for _, prompt in batch], settings)
-            rows = [dialogue.row(name) for (name, _), dialogue in zip(batch, answered, strict=True)]
-            handle.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            handle.flush()
-            on_batch(rows)
-    return len(todo)
+    for start in range(0, len(todo), batch_size):
+        batch = todo[start : start + batch_size]
+        dialogues = answer_prompts(generator, [prompt for _, prompt in batch], settings)
+        for (name, _), dialogue in zip(batch, dialogues, strict=True):
+            if dialogue.trouble is None:
+                answers.add(dialogue.row(name))
+            else:
+                answers.fail(name, dialogue.trouble)
+        on_batch(answers.account)
+    return answers.account
 
 
 def missing_prompts(prompts: list[Prompt], answered: "Found") -> list[tuple[str, Prompt]]:

@@ -15,7 +15,7 @@ from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.data import conversations_of, load_prompts
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.validation.server_answers import ChatServers, synthesize_by_servers
-from modelopt_eagle.validation.synthesis import SynthesisSettings
+from modelopt_eagle.validation.synthesis import AnswerFile, SynthesisSettings
 
 
 class FakeServer:
@@ -102,7 +102,9 @@ def prompts_of(tmp_path, *questions):
 
 def run(servers, prompts, output, **options):
     chat = ChatServers([server.url for server in servers], retries=4, timeout=5.0, wait=0.01)
-    account = synthesize_by_servers(chat, prompts, output, SynthesisSettings("served", 16), **options)
+    settings = SynthesisSettings("served", 16)
+    with AnswerFile(output, settings, prompts) as answers:
+        account = synthesize_by_servers(chat, answers, settings, **options)
     assert account.answered + account.failed + account.skipped == len(prompts)
     return account, [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]]
 

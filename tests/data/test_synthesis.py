@@ -1,6 +1,7 @@
 """Answers by the target: equal to plain decoding, whatever the batch, and resumable at any byte."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -47,8 +48,9 @@ def test_sampling_depends_on_the_seed_and_not_on_the_batch(tiny_target):
 
 def test_what_could_never_be_answered_is_refused(monkeypatch, tiny_target):
     generator, prompt = PlainGenerator(tiny_target), Prompt("q", "", ("why?",))
-    with pytest.raises(DataError, match=r"prompt 'q', turn 1: \d+ tokens and 3000 new ones do not fit the 2048"):
-        synthesis.answer_prompts(generator, [prompt], synthesis.SynthesisSettings("toy", max_new_tokens=3000))
+    settings = synthesis.SynthesisSettings("toy", max_new_tokens=3000)
+    (dialogue,) = synthesis.answer_prompts(generator, [prompt], settings)
+    assert re.match(r"turn 1: \d+ tokens and 3000 new ones do not fit the 2048", dialogue.trouble)
     monkeypatch.setattr(type(tiny_target), "end_token_ids", ())
     with pytest.raises(DataError, match="name an end token"):
         synthesis.answer_prompts(generator, [prompt], synthesis.SynthesisSettings("toy"))
@@ -104,7 +106,7 @@ def test_an_interrupted_run_goes_on(tiny_target_dir, questions, tmp_path, monkey
     assert "2 answered before, 3 to do" in capsys.readouterr().out
     assert output.read_text() == whole.read_text()
     assert synthesize(tiny_target_dir, questions, output) == 0
-    assert "5 answered before, 0 to do" in capsys.readouterr().out
+    assert "5 prompts: 0 answered, 0 failed, 5 answered before" in capsys.readouterr().out
 
 
 def test_settings_cannot_be_mixed(tiny_target_dir, questions, tmp_path, capsys):
@@ -147,6 +149,46 @@ def test_a_broken_row_in_the_middle_is_named(tmp_path):
 def test_bad_numbers(tiny_target_dir, questions, tmp_path, capsys, more, message):
     assert synthesize(tiny_target_dir, questions, tmp_path / "o.jsonl", *more) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--concurrency", "4"], "--concurrency says how servers are asked"),
+        (["--retries", "1", "--timeout", "9"], "--retries, --timeout says how servers are asked"),
+        (["--server", "http://localhost:1"], "--batch_size is for the model in this process"),
+    ],
+)
+def test_options_of_the_other_way_are_refused(tiny_target_dir, questions, tmp_path, capsys, more, message):
+    assert synthesize(tiny_target_dir, questions, tmp_path / "o.jsonl", *more) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "o.jsonl").exists()
+
+
+def test_a_prompt_past_the_window_fails_alone_and_is_tried_again(tiny_target_dir, tmp_path, capsys):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    long = {"id": "long", "turns": ["well?", "very " * 700]}
+    write_lines(prompts, {"id": "a", "prompt": "one?"}, long, {"id": "b", "prompt": "two?"})
+    for before in (0, 2):
+        assert synthesize(tiny_target_dir, prompts, output) == 1
+        said = f"3 prompts: {2 - before} answered, 1 failed, {before} answered before"
+        assert said in capsys.readouterr().out
+        (failed,) = map(json.loads, (tmp_path / "out.jsonl.errors.jsonl").read_text().splitlines())
+        assert failed["id"] == "long" and failed["error"].startswith("turn 2: 3")
+        assert {json.loads(line)["id"] for line in output.read_text().splitlines()} == {"a", "b"}
+    long["turns"][1] = "short"
+    write_lines(prompts, {"id": "a", "prompt": "one?"}, long, {"id": "b", "prompt": "two?"})
+    assert synthesize(tiny_target_dir, prompts, output) == 0
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_two_processes_cannot_write_one_output(tiny_target_dir, questions, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    settings = synthesis.SynthesisSettings("toy")
+    with synthesis.AnswerFile(output, settings, []):
+        assert synthesize(tiny_target_dir, questions, output) == 2
+        assert "another process writes into" in capsys.readouterr().err
+    with synthesis.AnswerFile(output, settings, []):
+        pass
 
 
 def test_answers_are_resumed_by_what_is_asked_and_not_by_where_it_stands(tiny_target_dir, tmp_path):
