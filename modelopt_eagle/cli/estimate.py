@@ -144,7 +144,7 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     from modelopt_eagle.features import FeatureContract
     from modelopt_eagle.features.store import bytes_per_token
     from modelopt_eagle.target.load import causal_class, load_config, resolve
-    from modelopt_eagle.training.trainer import count_steps
+    from modelopt_eagle.training.course import plan_course
 
     model, eagle = recipe.model, recipe.eagle
     config = load_config(resolve(model.base_model), model.revision, model.trust_remote_code)
@@ -160,8 +160,8 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
     dtype = dtype_name(getattr(text, "dtype", None) or torch.float32) if dtype == "auto" else dtype
     contract = FeatureContract("estimate", None, config_of_head.aux_layer_ids, True, dtype, None, None,
                                text.hidden_size, text.vocab_size)  # fmt: skip
-    per_epoch, steps = count_steps(recipe, [1] * rows, 1)
-    epochs = steps / per_epoch
+    course = plan_course(recipe, EvenRows(rows, tokens, supervised), 1)
+    steps, epochs = course.total, course.epochs(course.total)
     passes = 1 if recipe.data.cache_features != "none" else epochs
     runs_target = recipe.data.offline_data_path is None and recipe.data.streaming_server_url is None
     shares = [1.0] * depths if algorithm.shares is None else algorithm.shares(settings)
@@ -183,6 +183,22 @@ def estimate(recipe, rows: int, tokens: int, supervised: int) -> Estimate:
         target_flops=2.0 * target_parameters * tokens * passes if runs_target else 0.0,
         head_flops=float(head_flops * epochs),
     )
+
+
+class EvenRows:
+    """Rows of one length, in place of a source whose rows are not known.
+
+    Args:
+        rows, tokens, supervised: in all.
+    """
+
+    def __init__(self, rows: int, tokens: int, supervised: int):
+        self.lengths = [max(1, tokens // rows)] * rows
+        self._supervised = supervised // rows
+
+    def supervised_counts(self) -> list[int]:
+        """Supervised tokens of each row."""
+        return [self._supervised] * len(self.lengths)
 
 
 def measure(seconds: float = 0.5) -> float:
