@@ -78,14 +78,15 @@ def findings(recipe: Recipe, with_target: bool = True) -> Iterator[Finding]:
     try:
         sizes = estimate(recipe, data.report.rows, data.report.tokens, data.report.supervised)
     except EagleError as error:
-        found = f"{error} (disk, memory and target are not looked at before)"
+        found = f"{error} (disk and memory are not looked at before; the target is, with a default head)"
         yield doctor.Finding(doctor.FAULT, "head", found, "mend the key that is named")
-        return
-    kept = sizes.feature_bytes if recipe.data.cache_features == "disk" else 0
-    checkpoints = sizes.checkpoint_bytes * ((recipe.training.save_total_limit or 3) + 1)
-    memory = sizes.target_bytes + sizes.training_bytes
-    memory += sizes.feature_bytes if recipe.data.cache_features == "memory" else 0
-    yield from doctor.room_findings(recipe, checkpoints + kept, memory)
+        recipe = recipe.model_copy(update={"eagle": type(recipe.eagle)()})
+    else:
+        kept = sizes.feature_bytes if recipe.data.cache_features == "disk" else 0
+        checkpoints = sizes.checkpoint_bytes * ((recipe.training.save_total_limit or 3) + 1)
+        memory = sizes.target_bytes + sizes.training_bytes
+        memory += sizes.feature_bytes if recipe.data.cache_features == "memory" else 0
+        yield from doctor.room_findings(recipe, checkpoints + kept, memory)
     if not with_target or not recipe.data.runs_target:
         return
     target = load_target(**recipe.model.decoding_arguments())

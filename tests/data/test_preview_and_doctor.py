@@ -106,6 +106,7 @@ def test_doctor_finds_what_makes_heads_fail(tiny_target_dir, data, tmp_path, cap
     assert found["evaluation"] == "warn" and "teacher parity" not in found
     code, found = levels(["--data", str(data), *model, "eagle.draft_vocab_size=300"], capsys)
     assert code == 1 and found["head"] == "FAIL"
+    assert {"teacher parity", "captured layers", "validation"} <= set(found)  # the target is looked at all the same
 
 
 def test_doctor_looks_for_a_prompt_of_text(tiny_target_dir, tiny_target, tmp_path, capsys):
