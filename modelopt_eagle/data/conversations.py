@@ -180,8 +180,9 @@ class ConversationStream:
 
 
 def _content(conversation: Conversation) -> bytes:
-    """Sixteen bytes that say what a conversation holds, its name apart."""
-    content = repr((conversation.messages, conversation.text, conversation.tokens))
+    """Sixteen bytes that say what a conversation holds and is rendered with, its name apart."""
+    given = sorted(conversation.template_arguments.items())
+    content = repr((conversation.messages, conversation.tools, given, conversation.text, conversation.tokens))
     return hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 

@@ -234,6 +234,20 @@ def test_ids_of_two_files_may_both_begin_at_0(tmp_path):
     assert found.report.dropped == {"duplicate_id": 1} and found.report.notes == {"ids_renamed": 1}
 
 
+def test_conversations_of_one_id_are_the_same_only_if_they_are_rendered_alike(tmp_path):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    same = {"id": 0, "chat_template_kwargs": {"a": 1, "b": 2}}
+    files = [
+        write_lines(tmp_path / f"{number}.jsonl", answered("a") | same | more)
+        for number, more in enumerate(
+            [{}, {"chat_template_kwargs": {"b": 2, "a": 1}}, {"chat_template_kwargs": {"a": 1, "b": 3}},
+             {"tools": [tool]}]
+        )
+    ]  # fmt: skip
+    found = read_conversations(files)
+    assert [row.id for row in found.rows] == ["0", "0@3", "0@4"] and found.report.dropped == {"duplicate_id": 1}
+
+
 def test_arguments_of_a_row_and_of_a_run_are_rendered_with():
     tokenizer = STYLES["hybrid, with reasoning"].tokenizer()
     plain, closed = answered("a"), answered("a") | {"chat_template_kwargs": {"enable_thinking": False}}
