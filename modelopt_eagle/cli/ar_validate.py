@@ -236,12 +236,14 @@ def load_pair(arguments: argparse.Namespace):
     from modelopt_eagle.cli._reading import own_target, read_options, recorded_by
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.export.fitting import target_notes
+    from modelopt_eagle.export.folders import resolve_checkpoint
     from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.target.identity import tokenizer_hash
     from modelopt_eagle.target.lora import merge_adapter
 
+    resolve_checkpoint(arguments.model_path)  # before a target is loaded for it
     name = arguments.base_model
     if name is None:
         head = load_draft(arguments.model_path, options=read_options(arguments), quantised=True)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,11 @@ def build_parser() -> CommandParser:
         "--url", required=True, help="server with the head, http://HOST:PORT, or `started`: both are started here"
     )
     parser.add_argument("--plain_url", metavar="URL", help="server of the same target without a head")
-    parser.add_argument("--engine", help="whose counters the server has (vllm, sglang); default: told by their names")
+    parser.add_argument(
+        "--engine",
+        help="whose counters the server has (vllm, sglang, llama.cpp); default: told by their "
+        "names, and vllm where servers are started here",
+    )
     parser.add_argument("--model", help="the name that the servers know the target by; default: the first they name")
     parser.add_argument(
         "--prompts",
@@ -64,10 +69,14 @@ def build_parser() -> CommandParser:
     parser.add_argument("--output", type=Path, default=Path("bench.json"), help="the numbers as JSON (bench.json)")
     parser.add_argument("--html", type=Path, help="write a page with plots here (extra: report)")
     own = parser.add_argument_group("with --url started")
-    own.add_argument("--base_model", help="target: hub id, local folder, GGUF file, or quickstart")
-    own.add_argument("--export_path", type=Path, help="the exported head")
+    own.add_argument(
+        "--base_model", help="target: hub id, local folder, GGUF file, or quickstart; for llama.cpp one of the last two"
+    )
+    own.add_argument("--export_path", type=Path, help="the exported head; for llama.cpp also its GGUF file")
     own.add_argument("--num_speculative_tokens", type=int, default=3, help="drafted tokens (default 3)")
-    own.add_argument("--engine_python", type=Path, help="interpreter that has it; default .venv-vllm/bin/python")
+    own.add_argument(
+        "--engine_python", type=Path, help="interpreter that has it; default that of .venv-vllm or .venv-llama"
+    )
     return parser
 
 
@@ -88,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         tuple(arguments.concurrency), arguments.max_new_tokens, arguments.temperature, arguments.seed,
         arguments.turns, arguments.warmup,
     )  # fmt: skip
-    report = bench(opens(arguments, load), sets, load, functools.partial(write_json, arguments.output))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        servers = opens(arguments, load, Path(folder))
+        report = bench(servers, sets, load, functools.partial(write_json, arguments.output))
     print(report.table())
     print(f"wrote {arguments.output}")
     if arguments.html is not None:
@@ -125,12 +136,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise DataError(f"--concurrency takes numbers of at least 1, found {wrong[0]}")
     if len(set(arguments.concurrency)) < len(arguments.concurrency):
         raise DataError(f"--concurrency names a level twice: {' '.join(map(str, arguments.concurrency))}")
-    known = [key for key, engine in ENGINES.items() if engine.counters]
-    if arguments.engine is not None and arguments.engine not in known:
-        raise DataError(
-            f"--engine {arguments.engine}: its counters are not known, those of {', '.join(known)} are; without the "
-            "option any OpenAI-compatible server is measured"
-        )
+    if arguments.engine is not None:
+        counted = {engine.name: key for key, engine in ENGINES.items() if engine.counters}
+        named = next((key for key, engine in ENGINES.items() if engine.called(arguments.engine)), None)
+        if named not in counted.values():
+            raise DataError(
+                f"--engine {arguments.engine}: its counters are not known, those of {', '.join(counted)} are; without "
+                "the option any OpenAI-compatible server is measured"
+            )
+        arguments.engine = named
     if arguments.url == STARTED:
         if arguments.base_model is None or arguments.export_path is None:
             raise DataError("--url started needs --base_model and --export_path")
@@ -143,14 +157,19 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             require_extra(module, "report")
 
 
-def opens(arguments: argparse.Namespace, load: Load) -> dict[str, Open]:
+def opens(arguments: argparse.Namespace, load: Load, folder: Path) -> dict[str, Open]:
     """What opens each server, the one without the head first.
+
+    Args:
+        folder: for files that a server that is started here is given.
 
     Raises:
         ExportError: an engine that is to be started and cannot run here.
+        CheckpointError, TargetError: what it is to be started with is not there, or does not fit together.
         StreamError: a running server that does not answer.
     """
-    from modelopt_eagle.serving.bench import started
+    from modelopt_eagle.export.engines import ENGINES
+    from modelopt_eagle.serving.bench import prepare, started
     from modelopt_eagle.serving.bench_report import WITH, WITHOUT
     from modelopt_eagle.serving.check import find_engine_python
     from modelopt_eagle.serving.engine_server import SERVERS
@@ -160,13 +179,17 @@ def opens(arguments: argparse.Namespace, load: Load) -> dict[str, Open]:
     if arguments.url == STARTED:
         engine = arguments.engine or "vllm"
         if engine not in SERVERS:
-            raise ExportError(f"the server of {engine} cannot be started here, only that of {', '.join(SERVERS)} can")
-        start = functools.partial(
-            started, engine, find_engine_python(arguments.engine_python, engine), arguments.base_model,
-            num_speculative_tokens=arguments.num_speculative_tokens, concurrency=max(load.concurrency),
-            timeout=arguments.timeout,
+            can = ", ".join(ENGINES[key].name for key in SERVERS)
+            raise ExportError(f"the server of {ENGINES[engine].name} cannot be started here, only that of {can} can")
+        python = find_engine_python(arguments.engine_python, engine)
+        job = prepare(
+            engine, arguments.base_model, arguments.export_path, folder,
+            num_speculative_tokens=arguments.num_speculative_tokens,
         )  # fmt: skip
-        return {WITHOUT: functools.partial(start, None), WITH: functools.partial(start, arguments.export_path)}
+        start = functools.partial(
+            started, engine, python, job, concurrency=max(load.concurrency), timeout=arguments.timeout
+        )
+        return {WITHOUT: functools.partial(start, drafts=False), WITH: functools.partial(start, drafts=True)}
 
     def running(url: str) -> Callable[[], contextlib.AbstractContextManager[LiveServer]]:
         server = LiveServer(

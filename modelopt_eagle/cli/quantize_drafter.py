@@ -94,12 +94,14 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.cli.ar_validate import warn_of_another_template
     from modelopt_eagle.data.prompts import load_prompts
     from modelopt_eagle.export import read_head
+    from modelopt_eagle.export.folders import resolve_checkpoint
     from modelopt_eagle.export.quantize import feed, quantize_drafter
     from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.validation import measure_acceptance
 
+    resolve_checkpoint(arguments.model_path)  # before a target is loaded for it
     name = arguments.base_model
     if name is None:
         head = read_head(arguments.model_path, options=read_options(arguments))

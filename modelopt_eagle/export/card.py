@@ -23,10 +23,17 @@ QUICKSTART = ("quickstart", "HuggingFaceTB/SmolLM2-135M-Instruct")
 """The bundled target under its short name and its own; its GGUF file says apache-2.0."""
 
 
-def acceptance_lines(report: dict[str, Any]) -> list[str]:
-    """The acceptance section, from ``acceptance.json``."""
+MEASURING = "`python scripts/ar_validate.py --model_path .` measures it."
+
+
+def acceptance_lines(report: dict[str, Any], measuring: str = MEASURING) -> list[str]:
+    """The acceptance section, from ``acceptance.json``.
+
+    Args:
+        measuring: what is said of a head that was not measured.
+    """
     if "acceptance_length" not in report:
-        return ["Not measured. `python scripts/ar_validate.py --model_path .` measures it."]
+        return [f"Not measured. {measuring}"]
     low, high = report.get("ci95") or (None, None)
     interval = f" (95 % interval {low:.3f} to {high:.3f})" if low is not None else ""
     lines = [
@@ -138,6 +145,7 @@ def model_card(
     report: dict[str, Any],
     notes: list[str],
     serve: list[str] | None = None,
+    measuring: str = MEASURING,
 ) -> str:
     """The text of ``README.md``.
 
@@ -147,6 +155,7 @@ def model_card(
         report: ``acceptance.json``; keys ``data``, ``recipe``, ``commit`` and ``target_license`` are used too if there.
         notes: added to the card; what stands between backticks is code, the rest plain text.
         serve: how it is served, for a folder of another kind than the engines' own commands are for.
+        measuring: how such a folder is measured.
     """
     known = report.get("target_license") or licence_of(config.target_name)
     licence = markdown(known) if known else "that of the target; see its model card"
@@ -170,7 +179,7 @@ def model_card(
         "",
         "## Acceptance",
         "",
-        *acceptance_lines(report),
+        *acceptance_lines(report, measuring),
         *(["", "## Notes", "", *engine_notes] if engine_notes else []),
         "",
         "## Serve",

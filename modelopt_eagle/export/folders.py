@@ -11,7 +11,8 @@ from modelopt_eagle.common import folders
 from modelopt_eagle.common.files import disk_trouble
 from modelopt_eagle.common.folders import bring_back
 from modelopt_eagle.common.sealed import SEAL, is_sealed, seal_fault
-from modelopt_eagle.errors import CheckpointError, ExportError
+from modelopt_eagle.errors import CheckpointError, ExportError, MissingExtraError
+from modelopt_eagle.target.gguf import gguf_keys
 from modelopt_eagle.target.lora import CONFIG as ADAPTER_CONFIG
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 from modelopt_eagle.target.lora import WEIGHTS as ADAPTER_WEIGHTS
@@ -21,6 +22,8 @@ COMPLETE_MARKER = SEAL
 
 GGUF_FILE = "draft.gguf"
 """A head as llama.cpp reads it."""
+GGUF_HEADS = ("eagle3", "dflash")
+"""llama.cpp's names of what such a file may hold."""
 EXPORT_FILES = ("config.json", "README.md", "hf_quant_config.json")
 """With ``*.safetensors`` or ``draft.gguf`` and the folder of the target's adapter, all that an export holds; a folder
 with anything else is never overwritten."""
@@ -77,6 +80,29 @@ def whole_folder(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
         ) from error
 
 
+def head_in_gguf(path: Path) -> str | None:
+    """What is to be said where a head is asked for and a GGUF file is found; ``None``: there is none.
+
+    Args:
+        path: as it was given, a file or a folder.
+    """
+    file = path if path.is_file() else path / GGUF_FILE
+    if not file.is_file() or file.suffix != ".gguf":
+        return None
+    try:
+        kind = gguf_keys(file).get("general.architecture")
+    except MissingExtraError:
+        return f"{file} is a GGUF file, which is no folder of a head: name the one that it was converted from"
+    if kind not in GGUF_HEADS:
+        return f"{file} is a model as a GGUF file ({kind}) and no head: name the folder of a head"
+    return (
+        f"{file} is a draft head as a GGUF file ({kind}), which llama.cpp reads and nothing here does: name the folder "
+        f"that it was converted from; to serve it: llama-server -m TARGET.gguf -md {file} --spec-type draft-{kind}; to "
+        f"hold it against that folder: check_serving.py --engine llama.cpp --export_path {file.parent} --checkpoint "
+        "FOLDER --base_model TARGET"
+    )
+
+
 def step_of(folder: Path) -> int:
     """The step in the name ``checkpoint-STEP``; -1 if there is none."""
     found = re.fullmatch(r"checkpoint-(\d+)", folder.name)
@@ -109,6 +135,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         bring_back(path)
+    if (said := head_in_gguf(path)) is not None and not (path / "config.json").is_file():
+        raise CheckpointError(said)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder: expected a draft checkpoint, an export or a run's output folder")
     if (path / "config.json").is_file() or (path / "draft_config.json").is_file():

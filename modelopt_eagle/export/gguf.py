@@ -51,6 +51,10 @@ NAMES = {
     "lm_head.weight": "output.weight",
 }
 """The module's name of a tensor to llama.cpp's."""
+MEASURING = (
+    "llama.cpp alone reads this folder: measure the one that it was converted from, or hold the two against each other "
+    "(`python scripts/check_serving.py --engine llama.cpp --export_path . --checkpoint FOLDER --base_model TARGET`)."
+)
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 """llama.cpp's numbers for "mostly of this dtype"."""
 
@@ -264,7 +268,7 @@ def export_gguf(
     with whole_folder(path, overwrite) as folder:
         tensors = write_gguf(module, folder / GGUF_FILE, dtype=dtype, target_file=target_file)
         size = (folder / GGUF_FILE).stat().st_size
-        card = model_card(config, {}, report={}, notes=[], serve=serve_lines(config))
+        card = model_card(config, {}, report={}, notes=[], serve=serve_lines(config), measuring=MEASURING)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if adapter is not None:
             shutil.copytree(adapter, folder / ADAPTER)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from modelopt_eagle.common.console import ProgressBar, say
 from modelopt_eagle.data.prompts import Prompt
@@ -17,11 +18,12 @@ from modelopt_eagle.data.roles import Message
 from modelopt_eagle.errors import EagleError, StreamError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.export.load import load_draft
-from modelopt_eagle.export.tensors import read_json
 from modelopt_eagle.serving.bench_report import WITH, WITHOUT, BenchReport, Cell, Failure, Side
 from modelopt_eagle.serving.engine_server import serve_engine
+from modelopt_eagle.serving.gguf_files import float32_target, head_file, holds_file, sizes_of_file, worded_target
 from modelopt_eagle.serving.live import LiveServer, Reading, StreamedAnswer, difference
-from modelopt_eagle.target.load import resolve
+from modelopt_eagle.target.identity import tokenizer_hash
+from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
 from modelopt_eagle.validation.server_answers import Refused, request_body
 from modelopt_eagle.validation.synthesis import SynthesisSettings
 
@@ -135,41 +137,64 @@ def cells_of(server: LiveServer, side: Side, sets: Mapping[str, Sequence[Prompt]
             yield cell
 
 
+def prepare(
+    engine: str, base_model: str, export_path: str | Path, folder: Path, *, num_speculative_tokens: int = 3
+) -> dict[str, Any]:
+    """What an engine's server is started with, in float32; whatever is wrong with target or head is told here.
+
+    Args:
+        engine: one whose server can be started here.
+        base_model: the target, as in ``load_target``; for llama.cpp one that is a GGUF file.
+        export_path: the exported head; for llama.cpp also its GGUF file.
+        folder: where files that llama.cpp is given are written.
+        num_speculative_tokens: drafted tokens.
+
+    Returns:
+        the job of the engine's server script, without ``port`` and ``batch_size``.
+
+    Raises:
+        CheckpointError: no head is there, or one for another target.
+        ExportError: the engine cannot be given this target or this head.
+        TargetError: no target is there.
+    """
+    runner, path = ENGINES[engine].runner, Path(export_path)
+    job: dict[str, Any] = {"served_name": str(base_model), "dtype": "float32"}
+    job["num_speculative_tokens"] = num_speculative_tokens
+    file = worded_target(base_model) if runner.gguf else None
+    head = window = None
+    if not (runner.gguf and holds_file(path)):
+        place = resolve(base_model)
+        config, known = load_config(place).get_text_config(), tokenizer_hash(load_tokenizer(place))
+        head = load_draft(path, vocab_size=config.vocab_size, tokenizer_hash=known, quantised=True)
+        window = getattr(config, "max_position_embeddings", None)
+        job |= {"model": str(place), "draft": str(path.absolute()), "draft_options": runner.options(head.config)}
+    if file is not None:
+        job["draft"] = str(head_file(path, head, sizes_of_file(file), folder).absolute())
+        unpacked, keys = float32_target(file, folder)
+        window = keys[f"{keys['general.architecture']}.context_length"]
+        job["model"] = str(unpacked)
+    return {**job, "max_model_len": min(int(window), ROOM) if window else None}
+
+
 @contextlib.contextmanager
 def started(
-    engine: str, python: Path, base_model: str, export_path: str | Path | None, *, num_speculative_tokens: int = 3,
-    concurrency: int = 1, timeout: float = 600.0,
-) -> Iterator[LiveServer]:  # fmt: skip
-    """A server of an engine on this machine, in float32, with a head or without one; it ends with the context.
+    engine: str, python: Path, job: dict[str, Any], *, drafts: bool, concurrency: int = 1, timeout: float = 600.0
+) -> Iterator[LiveServer]:
+    """A server of an engine on this machine, with the head of a job or without it; it ends with the context.
 
     Args:
         engine, python: one that can be run here, and its interpreter.
-        base_model: the target, as in ``load_target``.
-        export_path: the exported head; ``None``: the target alone.
-        num_speculative_tokens: drafted tokens.
+        job: see :func:`prepare`.
+        drafts: whether it is given the head.
         concurrency: requests that it may work on together.
         timeout: seconds that an answer may take.
 
     Raises:
         ExportError: it does not start.
-        CheckpointError: no head is there.
     """
-    place = resolve(base_model)
-    window = None
-    if isinstance(place, Path):
-        config = read_json(place / "config.json")
-        window = (config.get("text_config") or config).get("max_position_embeddings")
-    job = {
-        "model": str(place), "served_name": str(base_model), "draft": None, "dtype": "float32",
-        "batch_size": concurrency, "max_model_len": min(int(window), ROOM) if window else None,
-    }  # fmt: skip
-    if export_path is not None:
-        head = load_draft(export_path, quantised=True)
-        options = ENGINES[engine].runner.options(head.config)
-        job |= {"draft": str(Path(export_path).absolute()), "draft_options": options}
-        job["num_speculative_tokens"] = num_speculative_tokens
-    say(f"starting {engine} {WITHOUT if export_path is None else WITH} the head")
-    with serve_engine(python, engine, job) as url:
+    say(f"starting {ENGINES[engine].name} {WITH if drafts else WITHOUT} the head")
+    given = {**job, "batch_size": concurrency, **({} if drafts else {"draft": None})}
+    with serve_engine(python, engine, given) as url:
         yield LiveServer(url, model=job["served_name"], engine=engine, timeout=timeout)
 
 

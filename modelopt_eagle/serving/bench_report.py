@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from modelopt_eagle.common.acceptance import length_text, shares_of_counts
+from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.serving.live import Acceptance
 from modelopt_eagle.validation.report import format_table
 
@@ -272,6 +274,7 @@ class BenchReport:
             where = f"{side.name} the head"
             if side.stopped:
                 found.append(f"{where}: stopped: {side.stopped}")
+            found += [f"{where}: {line}" for line in release_notes(side)]
             if side.name == WITH and side.cells and not any(cell.acceptance for cell in side.cells):
                 found.append(f"acceptance: {NOT_TOLD} ({side.cells[0].trouble})")
             for cell in side.cells:
@@ -286,7 +289,7 @@ class BenchReport:
         lines = [
             f"{side.name} the head: {side.url}, {side.model}, " + (
                 "an engine that does not say its name" if side.engine is None
-                else f"{side.engine} {side.version or '(version not told)'}"
+                else f"{ENGINES[side.engine].name} {side.version or '(version not told)'}"
             )
             for side in self.sides if side.url
         ]  # fmt: skip
@@ -298,6 +301,18 @@ class BenchReport:
         if self.interrupted:
             lines.append("interrupted: this is what was measured until then")
         return "\n".join(lines).rstrip()
+
+
+def release_notes(side: Side) -> list[str]:
+    """What is to be said of an engine of another release than the one whose counters were read."""
+    engine = ENGINES.get(side.engine or "")
+    found = re.search(r"\d+(?:\.\d+)*", side.version or "")
+    if engine is None or found is None or found[0] == engine.version:
+        return []
+    return [
+        f"its counters are read as those of {engine.name} {engine.version}, and it is {side.version}: if they are "
+        "named or counted otherwise there, acceptance is not what it says"
+    ]
 
 
 def times_text(found: dict[str, float] | None) -> str:

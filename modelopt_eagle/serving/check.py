@@ -15,11 +15,10 @@ from modelopt_eagle.common.acceptance import length_of_shares, shares_of_counts
 from modelopt_eagle.common.console import say
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines import ENGINES, engine_of
-from modelopt_eagle.export.folders import GGUF_FILE
-from modelopt_eagle.export.gguf import export_gguf
 from modelopt_eagle.export.load import load_draft
 from modelopt_eagle.export.tensors import read_json
 from modelopt_eagle.serving.engine_server import engine_environment
+from modelopt_eagle.serving.gguf_files import TargetSizes, head_file, holds_file
 from modelopt_eagle.serving.proposals import ProposalCount, compare_proposals
 from modelopt_eagle.serving.report import Divergence, ServingReport, left_out_line
 from modelopt_eagle.target.to_gguf import float32_gguf
@@ -224,15 +223,11 @@ class ServingCheck:
         """The file that llama.cpp is given: that of the folder, or one written from the export there.
 
         Raises:
-            ExportError: a head that it would compute otherwise.
+            ExportError: a head that it would compute otherwise, or one for another target.
         """
-        file = export_path / GGUF_FILE
-        if file.is_file():
-            return file
-        folder = Path(self._files.name) / "head"
-        head = load_draft(export_path)
-        export_gguf(head, folder, dtype=torch.float32, target_layers=self.target.num_layers, overwrite=True)
-        return folder / GGUF_FILE
+        sizes = TargetSizes(self._base_model, self.target.vocab_size, self.target.hidden_size, self.target.num_layers)
+        head = None if holds_file(export_path) else load_draft(export_path)
+        return head_file(export_path, head, sizes, Path(self._files.name))
 
     def with_target_file(self) -> None:
         """Have the target as a float32 file, for an engine that reads such; written at the first call."""

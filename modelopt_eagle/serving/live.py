@@ -168,12 +168,19 @@ class LiveServer:
             raise StreamError(said_of(error, self.timeout)) from error
 
     def version(self) -> str | None:
-        """The engine's version where the server tells it as vLLM does."""
+        """The engine's version, where the server tells it as one of the engines does that are known."""
+        engines = [self.engine] if self.engine in ENGINES else list(ENGINES)
+        pages = [counters.version for counters in (ENGINES[key].counters for key in engines) if counters]
+        return next((told for page, key in pages if (told := self._told(page, key)) is not None), None)
+
+    def _told(self, page: str, key: str) -> str | None:
+        """A text under a key of a page; ``None`` if there is none."""
         try:
-            with open_request("GET", f"{self.url}/version", None, timeout=METRICS_SECONDS, key=self.key) as response:
-                return str(json.loads(response.read())["version"])
+            with open_request("GET", self.url + page, None, timeout=METRICS_SECONDS, key=self.key) as response:
+                value = json.loads(response.read())[key]
         except (*NO_ANSWER, KeyError, TypeError):
             return None
+        return value if isinstance(value, str) and value else None
 
     def reading(self) -> Reading:
         """The counters now; a server without them is no error."""
@@ -302,7 +309,8 @@ def read_metrics(text: str, engine: str | None = None) -> Reading:
     for key, names in known.items():
         if names.generated in samples or names.drafts in samples:
             return _reading(key, names, samples, positions)
-    whose = f"{engine}'s" if engine else " or ".join(f"{key}'s" for key in known)
+    *most, last = (f"{ENGINES[key].name}'s" for key in known)
+    whose = f"{', '.join(most)} or {last}" if most else last
     return Reading(None, {}, {}, f"its metrics hold none of {whose} counters")
 
 
@@ -310,6 +318,10 @@ def _reading(key: str, names: Counters, samples: dict[str, float], positions: di
     wanted = {field: getattr(names, field) for field in ("drafts", "generated", "accepted", "drafted", "cached")}
     values = {field: round(samples[name]) for field, name in wanted.items() if name in samples}
     places = positions.get(names.per_position or "", {})
+    if names.digits is not None and max(values.values()) >= 10**names.digits:
+        most = f"{10**names.digits:,}"
+        trouble = f"{ENGINES[key].name} rounds counters above {most}, and these are: start the server anew"
+        return Reading(key, {}, {}, trouble)
     return Reading(key, values, {place: round(number) for place, number in sorted(places.items())})
 
 

@@ -6,11 +6,16 @@ nothing of this package. JOB and RESULT are those of `vllm_runner.py`, but that 
 read from the server's log and held against the numbers in its answers. Near the end of an answer the server drafts no
 more tokens than are asked for, so a few more are asked for than wanted, and rounds that begin behind the last wanted
 token are left out.
+
+As `python llama_cpp_runner.py JOB.json` it becomes the server, until told to end; JOB is then that of `vllm_server.py`,
+again with GGUF files.
 """
 
+import ctypes
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -43,15 +48,19 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def options(job):
-    """The server's options: float32 throughout, one request at a time, nothing kept from one to the next."""
-    steps, threads = job["num_speculative_tokens"], os.environ.get("OMP_NUM_THREADS")
+def options(job, requests=1):
+    """The server's options: float32 throughout, nothing kept from one request to the next.
+
+    `requests`: that it may work on at a time, each in a window of its own.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
     wide = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off", "--fit", "off", "--cache-ram", "0"]
-    given = ["--model", job["model"], "--ctx-size", str(job["max_model_len"]), "--parallel", "1", "--no-ui", *wide]
-    given += ["--offline", "--verbosity", "5", "--log-colors", "off"]
+    given = ["--model", job["model"], "--ctx-size", str(requests * job["max_model_len"]), "--parallel", str(requests)]
+    given += ["--no-ui", *wide, "--offline", "--log-colors", "off"]
     given += ["--threads", threads, "--threads-batch", threads] if threads else []
     if job.get("draft"):
-        given += ["--model-draft", job["draft"], "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(steps)]
+        steps = str(job["num_speculative_tokens"])
+        given += ["--model-draft", job["draft"], "--spec-type", "draft-eagle3", "--spec-draft-n-max", steps]
         given += ["--spec-draft-n-min", "0", "--spec-draft-p-min", "0"]
         given += ["--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32"]
     return given
@@ -155,6 +164,17 @@ def counted(answers, tasks, job):
     return result
 
 
+def serve(job_path):
+    """Become the server of a job."""
+    with open(job_path, encoding="utf-8") as stream:
+        job = json.load(stream)
+    given = [*options(job, job["batch_size"]), "--alias", job["served_name"], "--metrics", "--no-cache-prompt"]
+    given += ["--host", "127.0.0.1", "--port", str(job["port"])]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # end with the process that started this one
+    os.execv(server_binary(), [server_binary(), *given])
+
+
 def main(job_path, result_path):
     """Run the job of the first file; write its result into the second."""
     with open(job_path, encoding="utf-8") as stream:
@@ -164,7 +184,7 @@ def main(job_path, result_path):
         log = os.path.join(folder, "server.log")
         with open(log, "w", encoding="utf-8") as stream:
             process = subprocess.Popen(
-                [server_binary(), *options(job), "--host", "127.0.0.1", "--port", str(port)],
+                [server_binary(), *options(job), "--verbosity", "5", "--host", "127.0.0.1", "--port", str(port)],
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
             )  # fmt: skip
         try:
@@ -200,4 +220,4 @@ def main(job_path, result_path):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    serve(sys.argv[1]) if len(sys.argv) == 2 else main(sys.argv[1], sys.argv[2])

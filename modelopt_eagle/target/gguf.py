@@ -10,6 +10,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -55,6 +56,24 @@ def gguf_file_of(name: str | Path) -> Path | None:
     if str(name) == "quickstart":
         return quickstart_file()
     return Path(name).expanduser() if str(name).endswith(".gguf") else None
+
+
+def gguf_keys(file: Path) -> dict[str, Any]:
+    """The keys of a GGUF file and their values, without its tensors.
+
+    Raises:
+        TargetError: no such file, or none that can be read as GGUF.
+        MissingExtraError: gguf is not installed.
+    """
+    require_extra("gguf", "gguf")
+    from gguf import GGUFReader
+
+    if not file.is_file():
+        raise TargetError(f"{file}: no such GGUF file")
+    try:
+        return {key: field.contents() for key, field in GGUFReader(file).fields.items()}
+    except Exception as error:  # gguf raises ValueError, IndexError, KeyError, each for a damaged file
+        raise TargetError(f"{file} is no whole GGUF file ({type(error).__name__}: {error}): write it again") from error
 
 
 def convert_quickstart() -> Path:

@@ -8,6 +8,10 @@ import time
 
 TOKENS = 5
 """New tokens of an answer, if a question says nothing else."""
+VERSIONS = {
+    "vllm": ("/version", "version"), "sglang": ("/server_info", "version"), "llama_cpp": ("/props", "build_info"),
+}  # fmt: skip
+"""Page and key under which each engine says what it is."""
 
 
 class FakeServer:
@@ -19,14 +23,19 @@ class FakeServer:
     ``call``: ends as with a tool call.
 
     Args:
-        counters: ``vllm`` or ``sglang``: of what to be told at ``/metrics``; ``None``: no such page.
+        counters: ``vllm``, ``sglang`` or ``llama_cpp``: of what to be told at ``/metrics``; ``None``: no such page.
         drafts: whether it counts drafts: for an answer of n tokens n // 2, of which all accept one token and one two.
         old_client: refuses ``stream_options``.
         lag: seconds between the end of an answer and its being counted.
+        version: what it says it is; default: the release of that engine whose counters were read.
+        port: where it listens; 0: any.
     """
 
-    def __init__(self, counters="vllm", drafts=True, old_client=False, delay=0.2, lag=0.0):
+    def __init__(
+        self, counters="vllm", drafts=True, old_client=False, delay=0.2, lag=0.0, version=None, port=0,
+    ):  # fmt: skip
         self.counters, self.drafts, self.old_client, self.delay, self.lag = counters, drafts, old_client, delay, lag
+        self.version = version or {"vllm": "0.32.0", "sglang": "0.5.23", "llama_cpp": "b10894-fake"}.get(counters, "1")
         self.count = dict.fromkeys(("drafts", "drafted", "accepted", "generated", "cached", "one", "two"), 0)
         self.count["generated"] = 1000  # of others, before
         self.asked, self.now, self.most = [], 0, 0
@@ -43,8 +52,10 @@ class FakeServer:
             def do_GET(self):
                 if self.path == "/v1/models":
                     self.reply(200, json.dumps({"data": [{"id": "fake"}]}))
-                elif self.path == "/version":
-                    self.reply(200, json.dumps({"version": "0.0-fake"}))
+                elif self.path == "/health":
+                    self.reply(200, "{}")
+                elif self.path == VERSIONS.get(outer.counters, VERSIONS["vllm"])[0]:
+                    self.reply(200, json.dumps({VERSIONS.get(outer.counters, VERSIONS["vllm"])[1]: outer.version}))
                 elif self.path == "/metrics" and outer.counters:
                     self.reply(200, outer.page())
                 else:
@@ -113,7 +124,7 @@ class FakeServer:
             daemon_threads = True
             request_queue_size = 64
 
-        self.http = Server(("127.0.0.1", 0), Handler)
+        self.http = Server(("127.0.0.1", port), Handler)
         threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
@@ -134,6 +145,19 @@ class FakeServer:
             lines = [f'sglang:generation_tokens_total{{is_streaming="true"}} {now["generated"]}.0']
             if self.drafts and now["drafts"]:
                 lines.append(f"sglang:spec_verify_calls_total {now['drafts']}.0")
+            return "\n".join(lines) + "\n"
+        if self.counters == "llama_cpp":  # six digits of each, positions whole and only behind the first draft
+            lines = [f"llamacpp:tokens_predicted_total {now['generated']:g}", "llamacpp:n_decode_total 12"]
+            lines += [f"llamacpp:prompt_tokens_cached_total {now['cached']:g}"]
+            lines += [
+                f"llamacpp:spec_decode_num_{name}_total {now[key] if self.drafts else 0:g}"
+                for name, key in (("draft_tokens", "drafted"), ("accepted_tokens", "accepted"), ("drafts", "drafts"))
+            ]
+            if self.drafts and now["drafts"]:
+                lines += [
+                    f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}} {number}'
+                    for k, number in enumerate((now["one"], now["two"], 0))
+                ]
             return "\n".join(lines) + "\n"
         lines = ["# HELP vllm:generation_tokens_total words", "# TYPE vllm:generation_tokens_total counter"]
         half = now["generated"] // 2  # two engines behind one address

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from modelopt_eagle.data.prompts import Prompt
-from modelopt_eagle.errors import ExportError
-from modelopt_eagle.serving.bench import Load, bench, started
+from modelopt_eagle.errors import CheckpointError, ExportError
+from modelopt_eagle.export import export_checkpoint
+from modelopt_eagle.serving.bench import Load, bench, prepare, started
 from modelopt_eagle.serving.bench_report import WITH, WITHOUT
 from modelopt_eagle.serving.engine_server import serve_engine
 from modelopt_eagle.serving.live import LiveServer
 from modelopt_eagle.target.tiny import make_tiny_target
+from tests.export.conftest import build_head
 from tests.serving.fake_server import FakeServer
 
 SERVES = """
@@ -60,7 +62,15 @@ def test_a_started_server_ends_with_all_of_its_processes(engine, tmp_path):
     python, told = engine(SERVES)
     target = tmp_path / "target"
     make_tiny_target(target, max_positions=512)
-    with started("vllm", python, str(target), None, concurrency=5) as server:
+    head = build_head(
+        hidden_size=64, target_hidden_size=64, vocab_size=256, draft_vocab_size=128, own_embedding=False,
+        tokenizer_hash=None,
+    )  # fmt: skip
+    export_checkpoint(head, None, tmp_path / "export")
+    prepared = prepare("vllm", str(target), tmp_path / "export", tmp_path, num_speculative_tokens=2)
+    assert (prepared["draft"], prepared["num_speculative_tokens"]) == (str(tmp_path / "export"), 2)
+    assert prepared["draft_options"] == {"method": "eagle3"}
+    with started("vllm", python, prepared, drafts=False, concurrency=5) as server:
         job = json.loads(told.read_text())
         assert Path(job["script"]).name == "vllm_server.py" and server.url == f"http://127.0.0.1:{job['port']}"
         assert (job["model"], job["served_name"], job["draft"]) == (str(target), server.model, None)
@@ -70,6 +80,17 @@ def test_a_started_server_ends_with_all_of_its_processes(engine, tmp_path):
     while runs(job["child"]):
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def test_a_head_for_another_target_is_refused_before_a_server_starts(tmp_path):
+    make_tiny_target(tmp_path / "target", max_positions=512)
+    sizes = dict(hidden_size=64, target_hidden_size=64, draft_vocab_size=64, own_embedding=False)
+    export_checkpoint(build_head(vocab_size=128, tokenizer_hash=None, **sizes), None, tmp_path / "small")
+    with pytest.raises(CheckpointError, match="a vocabulary of 128 tokens, the target has 256"):
+        prepare("vllm", str(tmp_path / "target"), tmp_path / "small", tmp_path)
+    export_checkpoint(build_head(vocab_size=256, tokenizer_hash="abc", **sizes), None, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="trained for another tokenizer"):
+        prepare("vllm", str(tmp_path / "target"), tmp_path / "other", tmp_path)
 
 
 def test_one_that_ends_or_does_not_serve_in_time_says_its_last_words(engine):

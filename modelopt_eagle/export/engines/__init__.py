@@ -17,6 +17,6 @@ def engine_of(name: str) -> Engine:
         ExportError: none is called so; the message names those that are known.
     """
     for engine in ENGINES.values():
-        if name == engine.key or name.lower() in (engine.key, engine.name.lower(), *engine.aliases):
+        if engine.called(name):
             return engine
     raise ExportError(f"engine {name!r} is unknown; known are {', '.join(ENGINES)}")

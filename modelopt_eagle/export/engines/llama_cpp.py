@@ -7,7 +7,16 @@ PyPI, whose version is llama.cpp's build number; older builds were not looked at
 
 from __future__ import annotations
 
-from modelopt_eagle.export.engines.profile import Engine, LoadRules, Order, QuantRules, Runner, Since, Targets
+from modelopt_eagle.export.engines.profile import (
+    Counters,
+    Engine,
+    LoadRules,
+    Order,
+    QuantRules,
+    Runner,
+    Since,
+    Targets,
+)
 
 GRAPH_FILE = "src/models/eagle3.cpp"
 DRAFT_FILE = "common/speculative.cpp"
@@ -113,6 +122,18 @@ ENGINE = Engine(
         ".venv-llama",
         "bash scripts/setup_llama_cpp.sh",
         lambda config: {},
+        server="llama_cpp_runner.py",
         gguf=True,
+    ),
+    counters=Counters(
+        "tools/server/server-task.cpp (to_metrics), with --metrics",
+        drafts="llamacpp:spec_decode_num_drafts_total",
+        generated="llamacpp:tokens_predicted_total",
+        accepted="llamacpp:spec_decode_num_accepted_tokens_total",
+        drafted="llamacpp:spec_decode_num_draft_tokens_total",
+        per_position="llamacpp:spec_decode_num_accepted_tokens_per_pos_total",
+        cached="llamacpp:prompt_tokens_cached_total",
+        digits=6,
+        version=("/props", "build_info"),
     ),
 )

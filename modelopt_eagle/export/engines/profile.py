@@ -262,6 +262,8 @@ class Counters:
         drafted: tokens that were drafted.
         per_position: drafts of which at least so many tokens were accepted, under the label ``position`` from 0.
         cached: tokens of prompts that were not computed again.
+        digits: so many of a number are printed, and larger ones rounded; ``None``: all.
+        version: page and key under which the server says which release it is.
     """
 
     source: str
@@ -271,6 +273,8 @@ class Counters:
     drafted: str | None = None
     per_position: str | None = None
     cached: str | None = None
+    digits: int | None = None
+    version: tuple[str, str] = ("/version", "version")
 
 
 @dataclass(frozen=True)
@@ -313,3 +317,7 @@ class Engine:
     serve_adapted: Callable[[str, dict], str] | None = None
     runner: Runner | None = field(default=None)
     counters: Counters | None = None
+
+    def called(self, name: str) -> bool:
+        """Whether a name is one of its spellings."""
+        return name.lower() in (self.key, self.name.lower(), *self.aliases)

@@ -215,5 +215,6 @@ ENGINE = Engine(
         drafts="sglang:spec_verify_calls_total",
         generated="sglang:generation_tokens_total",
         cached="sglang:cached_tokens_total",
+        version=("/server_info", "version"),
     ),
 )
