@@ -65,6 +65,12 @@ def build_parser() -> CommandParser:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--seed", type=int, default=0, help="of answers that are drawn (default 0)")
     parser.add_argument("--warmup", type=int, default=2, help="requests before each level, not counted (default 2)")
+    parser.add_argument(
+        "--by_category",
+        action=argparse.BooleanOptionalAction,
+        help="ask the categories that a set names one after another, and tell each; default: where every level is one "
+        "request at a time, which is then asked as it would be without",
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that an answer may take (default 600)")
     parser.add_argument("--output", type=Path, default=Path("bench.json"), help="the numbers as JSON (bench.json)")
     parser.add_argument("--html", type=Path, help="write a page with plots here (extra: report)")
@@ -96,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Load(
         tuple(arguments.concurrency), arguments.max_new_tokens, arguments.temperature, arguments.seed,
         arguments.turns, arguments.warmup,
+        set(arguments.concurrency) == {1} if arguments.by_category is None else arguments.by_category,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         servers = opens(arguments, load, Path(folder))

@@ -18,13 +18,13 @@ def build_parser() -> CommandParser:
         example="modelopt-eagle check-engine-rules --engine vllm --download 0.11.0",
         epilog="Exit code 0: every rule matches and no target is gone; 1: some do not; 2: bad input.",
     )
-    parser.add_argument("--engine", required=True, help="vllm or sglang")
+    parser.add_argument("--engine", required=True, help="vllm, sglang, tensorrt_llm or llama.cpp")
     parser.add_argument(
         "--source",
         type=Path,
-        help="a wheel, or the folder in which the engine lies (site-packages, a clone); default: here",
+        help="a wheel, a source package, or the folder in which the engine lies (site-packages, a clone)",
     )
-    parser.add_argument("--download", metavar="VERSION", help="get this release's wheel by pip, without dependencies")
+    parser.add_argument("--download", metavar="VERSION", help="get this release by pip, without what it depends on")
     return parser
 
 
@@ -38,9 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         raise ExportError("name the release to read: --source PATH, or --download VERSION")
     engine = engine_of(arguments.engine)
     if arguments.download is not None:
-        with downloaded(f"{engine.package}=={arguments.download}") as wheel:
-            report = check_rules(engine, Source(wheel, engine.package))
+        with downloaded(engine, arguments.download) as package:
+            report = check_rules(engine, Source(package, engine))
     else:
-        report = check_rules(engine, Source(arguments.source, engine.package))
+        report = check_rules(engine, Source(arguments.source, engine))
     print(report.text())
     return 0 if report.passed else RULES_BROKEN

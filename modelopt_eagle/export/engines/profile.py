@@ -198,7 +198,7 @@ class Evidence:
 
     Attributes:
         rule: what it says of the engine.
-        file: path within the package.
+        file: path within the engine's code.
         pattern: a regular expression.
         present: whether it must be found there, or must not.
     """
@@ -288,6 +288,7 @@ class Engine:
         package: what it is called on the package index, and imported as.
         version, source: of the code that was read.
         evidence: lines of it, looked for in other releases by ``scripts/check_engine_rules.py``.
+        code: the folder of its code, where that is not called as the package; its source is then the only package.
         tested: what an export is held against, for the model card.
         loads, quantised: how it reads folders.
         targets: which targets it drafts for.
@@ -317,6 +318,7 @@ class Engine:
     serve_adapted: Callable[[str, dict], str] | None = None
     runner: Runner | None = field(default=None)
     counters: Counters | None = None
+    code: str | None = None
 
     def called(self, name: str) -> bool:
         """Whether a name is one of its spellings."""

@@ -80,6 +80,7 @@ TARGETS = {
 SPLITS_KV_B = "it splits kv_b_proj after loading and takes floating numbers only"
 VOCAB_FILE = "srt/layers/vocab_parallel_embedding.py"
 CAPTURE_FILE = "srt/model_executor/model_runner_components/spec_aux_hidden_state.py"
+METRICS_FILE = "srt/observability/metrics_collector.py"
 EVIDENCE = (
     Evidence("layer ids are nested outputs", CAPTURE_FILE, r'"eagle_aux_hidden_state_layer_ids"'),
     Evidence("one is added to them", "srt/models/llama.py", r"layers_to_capture = \[val \+ 1 for val in layer_ids\]"),
@@ -107,6 +108,9 @@ EVIDENCE = (
         "the vocabulary is padded to 64", "srt/layers/vocab_parallel_embedding.py", r"DEFAULT_VOCAB_PADDING_SIZE = 64"
     ),
     Evidence("latent heads have a class", "srt/models/kimi_k25_eagle3.py", r"class Eagle3DeepseekV2ForCausalLM"),
+    Evidence("it counts rounds", METRICS_FILE, r'name="sglang:spec_verify_calls_total"'),
+    Evidence("it counts new tokens", METRICS_FILE, r'name="sglang:generation_tokens_total"'),
+    Evidence("it counts cached tokens", METRICS_FILE, r'name="sglang:cached_tokens_total"'),
 )
 
 

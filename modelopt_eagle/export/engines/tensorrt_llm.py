@@ -5,7 +5,16 @@ Its released packages were not compared, so from which release on it reads each 
 
 from __future__ import annotations
 
-from modelopt_eagle.export.engines.profile import LAYERS, Engine, LoadRules, Order, QuantRules, Targets, shell_pattern
+from modelopt_eagle.export.engines.profile import (
+    LAYERS,
+    Engine,
+    Evidence,
+    LoadRules,
+    Order,
+    QuantRules,
+    Targets,
+    shell_pattern,
+)
 
 NOBODY_READ = "its code was not read for quantised heads of this type, so it is not known to serve them"
 SPECULATING = (
@@ -14,6 +23,28 @@ SPECULATING = (
     "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen4ExpForCausalLM", "Step3p7ForConditionalGeneration",
 )  # fmt: skip
 """Targets whose classes were seen to draft; the others were not read."""
+HEAD_FILE = "_torch/models/modeling_speculative.py"
+EVIDENCE = (
+    Evidence("layers.0 is renamed to midlayer", HEAD_FILE, r"'midlayer\.', new_k"),
+    Evidence("the layers of several to midlayer.N", HEAD_FILE, r"r'midlayer\.\\1\.', new_k"),
+    Evidence("fc of one captured layer is left out", HEAD_FILE, r"num_capture_layers > 1"),
+    Evidence(
+        "features as wide as the head pass by fc", HEAD_FILE, r"hidden_states\.shape\[-1\] != expected_hidden_size"
+    ),
+    Evidence("norm_before_fc is nested", HEAD_FILE, r'eagle_config\.get\("norm_before_fc", False\)'),
+    Evidence("fc_norm is read at top level", HEAD_FILE, r'getattr\(config, "fc_norm", False\)'),
+    Evidence("norm_output is read at top level", HEAD_FILE, r'config, "norm_output", False\)'),
+    Evidence("fc_norm or norm_before_fc, not both", HEAD_FILE, r"elif self\.model\._norm_before_fc"),
+    Evidence("norm_before_residual is not read", HEAD_FILE, "norm_before_residual", present=False),
+    Evidence("query and key norms are not known", HEAD_FILE, r"q_norm|qk_norm", present=False),
+    Evidence("windows are not known", HEAD_FILE, "sliding_window", present=False),
+    Evidence("attention biases are loaded", HEAD_FILE, r"bias=config\.attention_bias"),
+    Evidence("feed-forward biases are loaded", HEAD_FILE, r'bias=getattr\(config, "mlp_bias", False\)'),
+    Evidence("the norm above layer 0 is hidden_norm", HEAD_FILE, r"hidden_states = self\.hidden_norm\(hidden_states\)"),
+    Evidence("the embedding is the target's", HEAD_FILE, r"embed_tokens = target_model\.model\.embed_tokens"),
+    Evidence("latent heads are told by kv_lora_rank", HEAD_FILE, r"hasattr\(config, 'kv_lora_rank'\)"),
+    Evidence("latent heads take q_lora_rank", HEAD_FILE, r"q_lora_rank=config\.q_lora_rank"),
+)
 
 
 def serve(order: Order) -> list[str]:
@@ -38,7 +69,7 @@ ENGINE = Engine(
     aliases=("tensorrt-llm", "trtllm"),
     package="tensorrt_llm",
     version="1.3 (main at 00679c6)",
-    evidence=(),
+    evidence=EVIDENCE,
     source="NVIDIA/TensorRT-LLM: tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6, modeling_auto.py at "
     "01bffee, one-model EAGLE-3 (eagle3_model_arch llama3)",
     tested="1.3 (main at 00679c6) (by its loader's rules)",

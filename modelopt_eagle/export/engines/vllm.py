@@ -169,6 +169,10 @@ EVIDENCE = (
     Evidence("Llama heads are routed", REGISTRY, '"LlamaForCausalLMEagle3"'),
     Evidence("Qwen3 heads are routed", REGISTRY, '"Eagle3Qwen3ForCausalLM"'),
     Evidence("latent heads are routed", REGISTRY, '"Eagle3DeepseekV2ForCausalLM"'),
+    Evidence("it counts drafts", "v1/spec_decode/metrics.py", r'"vllm:spec_decode_num_drafts"'),
+    Evidence("it counts accepted tokens", "v1/spec_decode/metrics.py", r'"vllm:spec_decode_num_accepted_tokens"'),
+    Evidence("and by position", "v1/spec_decode/metrics.py", r'"vllm:spec_decode_num_accepted_tokens_per_pos"'),
+    Evidence("it counts new tokens", "v1/metrics/loggers.py", r'"vllm:generation_tokens"'),
 )
 
 
