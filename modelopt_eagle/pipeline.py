@@ -205,6 +205,7 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.chat import use_chat_record
     from modelopt_eagle.target.lora import merge_adapter
+    from modelopt_eagle.training.budget import measuring_seconds
     from modelopt_eagle.validation import measure_acceptance
 
     section, file = recipe.validation, result.output_dir / "report" / "acceptance.json"
@@ -245,6 +246,7 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
         cuda_graph=graph_switch(section.cuda_graph),
         sampling=SamplingOptions(section.temperature, section.top_k, section.top_p, section.min_p),
         sample_drafts=section.sample_drafts,
+        seconds=measuring_seconds(recipe, result.seconds),
     )
     say(report.table())
     report.write_dialogues(file.with_name("dialogues.jsonl"))

@@ -81,12 +81,27 @@ def main(argv: list[str] | None = None) -> int:
         rows = args.rows or max(1, args.tokens // recipe.data.max_length)
         tokens, supervised = args.tokens, round(args.tokens * args.supervised)
     found = estimate(recipe, rows, tokens, supervised)
-    if args.gflops is None:
-        lines = found.lines(measure(), "a float32 matrix product here")
-    else:
-        lines = found.lines(args.gflops * 1e9, "as given")
-    print("\n".join([*lines, validation_line(recipe)]))
+    rate, rate_from = (
+        (measure(), "a float32 matrix product here") if args.gflops is None else (args.gflops * 1e9, "as given")
+    )
+    print("\n".join([*found.lines(rate, rate_from), *budget_lines(recipe, found, rate), validation_line(recipe)]))
     return 0
+
+
+def budget_lines(recipe, found: Estimate, flops_per_second: float) -> list[str]:
+    """How the minutes of ``training.run_budget_minutes`` are shared out, at this speed; nothing without them."""
+    from modelopt_eagle.training.budget import FEATURES_UNTIL, training_until
+
+    minutes = recipe.training.run_budget_minutes
+    if minutes is None:
+        return []
+    until = training_until(recipe) * minutes
+    line = f"budget       {minutes:,.1f} min from the loaded target on, training ends after {until:,.1f}"
+    if recipe.data.cache_features != "none":
+        needed, given = found.target_flops / flops_per_second / 60, FEATURES_UNTIL * minutes
+        rows = "all rows" if needed <= given else f"about {given / needed:.0%} of the rows"
+        line += f"; features have {given:,.1f}, which is enough for {rows}"
+    return [line]
 
 
 def validation_line(recipe) -> str:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import CheckpointError
 
-EXAMPLES = """examples:
-  modelopt-eagle report ckpts/quickstart-eagle3
-  modelopt-eagle report --compare ckpts/first ckpts/second --output compared.html"""
+EXAMPLES = """
+    modelopt-eagle report ckpts/quickstart
+    modelopt-eagle report --compare ckpts/first ckpts/second --output compared.html"""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="modelopt-eagle report", description=__doc__, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = command_parser("report", __doc__, example=EXAMPLES)
     parser.add_argument("run", nargs="*", metavar="RUN", help="output folder of a run")
     parser.add_argument(
         "--compare", action="store_true", help="several runs on one page, each held against the first, prompt by prompt"
@@ -43,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             f"expected the output folder of one run, found {len(arguments.run)}; several are compared with --compare"
         )
     from modelopt_eagle.report import read_run, write_comparison, write_page
+    from modelopt_eagle.report.page import OUTDATED
 
     if arguments.compare:
         page, table = write_comparison(arguments.run, arguments.output or Path("compared.html"))
@@ -50,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         folder = Path(arguments.run[0])
         file = arguments.output or folder / "report" / "index.html"
-        page = write_page(read_run(folder), file.parent, file.name)
+        facts = read_run(folder)
+        if facts.outdated:
+            print(f"note: {OUTDATED}")
+        page = write_page(facts, file.parent, file.name)
     print(f"wrote {page}")
     return 0

@@ -20,8 +20,8 @@ from torch import Tensor
 
 Accepted = Sequence[Sequence[int]]
 """Accepted drafted tokens of each verification step, a list a prompt."""
-CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Edges of the buckets of context length."""
+CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Where the buckets of context length begin: those of ``acceptance.json``, of the table and of the page."""
 
 
 def count_steps(accepted: Accepted) -> int:

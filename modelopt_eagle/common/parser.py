@@ -12,8 +12,12 @@ COLUMNS = 78
 """Where texts of a help page are broken."""
 
 
+TARGET_OPTIONS = {"model": "base-model", "base-model": "model"}
+"""Two names of the option that names the target: each is taken where a command knows the other alone."""
+
+
 class CommandParser(argparse.ArgumentParser):
-    """A parser that takes ``--base-model`` where ``--base_model`` is meant, and the other way round."""
+    """A parser that takes ``--base-model`` where ``--base_model`` or ``--model`` is meant, and the other way round."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As the base class; returns what was found and what was left over."""
@@ -27,7 +31,9 @@ class CommandParser(argparse.ArgumentParser):
         if not name.startswith("--") or name in self._option_string_actions:
             return word
         known = {option.replace("_", "-"): option for option in self._option_string_actions}
-        return known.get(name.replace("_", "-"), name) + equals + value
+        dashed = name.replace("_", "-")
+        other = "--" + TARGET_OPTIONS.get(dashed.removeprefix("--"), "")
+        return known.get(dashed, known.get(other, name)) + equals + value
 
 
 def command_parser(command: str, description: str | None, *, example: str, epilog: str = "") -> CommandParser:

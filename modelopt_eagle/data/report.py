@@ -36,6 +36,7 @@ REASONS = {
     "image_without_processor": "images, and nothing here that reads them",
     "image_not_rendered": "the chat template leaves images out",
     "image_refused": "the target's processor raised an error",
+    "out_of_time": "training.run_budget_minutes gave no time for its features",
     "image_past_window": "an image lies behind max_length",
 }
 """What each drop reason means."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -223,6 +223,7 @@ def dump(
     shard_bytes: int = SHARD_BYTES,
     begin: Callable[[int, int], None] | None = None,
     progress: Callable[[int], None] | None = None,
+    parts: Iterable[Sequence[int]] | None = None,
 ) -> tuple[int, int]:
     """Make and store the rows of one worker that are not stored yet. Ctrl-C keeps every finished row.
 
@@ -235,6 +236,8 @@ def dump(
         shard_bytes: size of a shard.
         begin: called once with (rows of this worker already stored, tokens still to be made).
         progress: called with the tokens of each finished row.
+        parts: row numbers, part by part, alike for all workers; the next part is asked for when the one before is made.
+            Rows that are in none are not made. ``None``: all rows, as one part.
 
     Returns:
         rows made now, rows of this worker that were there before.
@@ -260,15 +263,20 @@ def dump(
             back_end.check(chosen_rows(rows, missing))
         if begin is not None:
             begin(before, sum(len(rows[i].input_ids) for i in missing))
-        made = 0
-        for index, row in _made(back_end, rows, mine, missing):
-            check_tokens(rows[index], row)
-            writer.add(index, row)
-            made += 1
-            if progress is not None:
-                progress(len(row))
-        if made != len(missing):
-            raise FeatureError(f"{len(missing)} rows were asked for, {made} came back; run the same command again")
+        made = asked = 0
+        own, left = set(mine), set(missing)
+        for part in [mine] if parts is None else parts:
+            here = [index for index in part if index in own]
+            wanted = [index for index in here if index in left]
+            asked += len(wanted)
+            for index, row in _made(back_end, rows, here, wanted):
+                check_tokens(rows[index], row)
+                writer.add(index, row)
+                made += 1
+                if progress is not None:
+                    progress(len(row))
+        if made != asked:
+            raise FeatureError(f"{asked} rows were asked for, {made} came back; run the same command again")
     return made, before
 
 

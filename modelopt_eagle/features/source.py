@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.dtypes import dtype_name
 from modelopt_eagle.data.encode import TokenizedRow
-from modelopt_eagle.data.packed import row_lengths, supervised_counts
+from modelopt_eagle.data.packed import chosen_rows, row_lengths, supervised_counts
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import (
     FeatureBatch,
@@ -206,6 +206,7 @@ class MemorySource(PlannedSource):
         dtype: torch.dtype = torch.float32,
         batch_tokens: int = 4096,
         progress: Callable[[int, int], None] | None = None,
+        parts: Iterable[Sequence[int]] | None = None,
     ) -> MemorySource:
         """Run the target once over the data set.
 
@@ -214,9 +215,11 @@ class MemorySource(PlannedSource):
             dtype: in which states are held.
             batch_tokens: padded tokens of one forward.
             progress: called with (tokens done, tokens in all) after every row.
+            parts: row numbers, part by part; the next part is asked for when the one before is made. Rows that are in
+                none are not made and not held. ``None``: all rows, as one part.
 
         Returns:
-            a source that holds all rows.
+            a source that holds the rows, in the order of the data set.
         """
         rows = rows_of(dataset)
         contract = FeatureContract.from_target(target, aux_layer_ids)
@@ -224,14 +227,15 @@ class MemorySource(PlannedSource):
         total, done = sum(lengths), 0
         source = cls.__new__(cls)
         source.contract = replace(contract, dtype=dtype_name(dtype))
-        source.lengths = lengths
         held = {}
-        for index, row in compute_rows(target, rows, contract.aux_layer_ids, batch_tokens):
-            held[index] = _hold(row, dtype)  # at once, so that only one forward's full states are in memory
-            done += len(row)
-            if progress is not None:
-                progress(done, total)
-        source._rows = [held[index] for index in range(len(rows))]
+        for part in [range(len(rows))] if parts is None else parts:
+            for number, row in compute_rows(target, chosen_rows(rows, part), contract.aux_layer_ids, batch_tokens):
+                held[part[number]] = _hold(row, dtype)  # at once: only one forward's full states are in memory
+                done += len(row)
+                if progress is not None:
+                    progress(done, total)
+        source._rows = [held[index] for index in sorted(held)]
+        source.lengths = [lengths[index] for index in sorted(held)]
         return source
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -54,6 +55,7 @@ SYNONYMS = {
     "attention_backend": "attn_implementation",
     "sp_ulysses_size": "context_parallel",
     "cp_size": "context_parallel",
+    "build_dataset_num_proc": "workers",
 }
 
 ELSEWHERE = {
@@ -67,7 +69,6 @@ ELSEWHERE = {
     "eagle_reuse_base_decoder": "it is eagle.init: target, which starts the head as the target's last layer",
     "tp_size": "a target over several devices is model.device: auto",
     "is_vlm": "it follows from the target",
-    "build_dataset_num_proc": "rows are tokenised in one process",
     "cache_dir": "features are kept with data.cache_features: disk, in the output folder",
     "gradient_checkpointing": "for the target's adapters it is target_lora.gradient_checkpointing; a head needs none",
 }
@@ -95,17 +96,26 @@ def explain(error: ValidationError, places: dict[str, str], texts: dict[str, str
     for fault in error.errors(include_url=False):
         name = ".".join(str(part) for part in fault["loc"][:2])
         section = name.split(".")[0]
+        message = _fault_message(fault)
+        given = [text for key, text in texts.items() if key.startswith(f"{name}.") and _names(message, key)]
         if name in texts:
             where = f"override {texts[name]!r}: "
+        elif given:  # of keys that do not fit together, those of the command line are the newer ones
+            beside = f" (beside {places[section]})" if section in places else ""
+            where = f"override {' '.join(map(repr, given))}{beside}: {name}: "
         elif name in places or section in places:
             where = f"{places.get(name) or places[section]}: {name}: "
         else:
             where = f"{path}: {name}: " if path is not None and name else (f"{name}: " if name else "")
         said = faults.setdefault(where, [])
-        message = _fault_message(fault)
         if message not in said:
             said.append(message)
     return "\n".join(where + "; or ".join(said) for where, said in faults.items())
+
+
+def _names(message: str, key: str) -> bool:
+    """Whether a message speaks of the key ``section.key``."""
+    return re.search(rf"\b{re.escape(key.rpartition('.')[2])}\b", message) is not None
 
 
 def _fault_message(fault: ErrorDetails) -> str:

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelopt_eagle.common.acceptance import acceptance_length, bootstrap_interval
+from modelopt_eagle.common.acceptance import CONTEXTS, acceptance_length, bootstrap_interval
+from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.common.machine import environment
 from modelopt_eagle.errors import CheckpointError, EagleError
 from modelopt_eagle.recipe import Recipe, load_recipe
-from modelopt_eagle.training.checkpoint import RECIPE, STATE, CheckpointFolder
+from modelopt_eagle.training.checkpoint import BEST, RECIPE, STATE, CheckpointFolder
 from modelopt_eagle.validation.report import JSON_FIELDS, AcceptanceReport
-
-CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Where the bins of the context length begin."""
 
 STATE_KEYS = ("step", "elapsed", "finished", "history", "evaluations")
 DATA_KEYS = ("read", "dropped", "notes", "fanned_out", "rows", "max_length", "truncated", "tokens", "supervised")
@@ -67,6 +65,7 @@ class RunFacts:
         recipe: its recipe.
         changes: values of it that are not the defaults.
         first_prompt: as the target saw it, where it was measured alone.
+        outdated: whether ``acceptance`` is of another head than the run's best checkpoint of now.
     """
 
     name: str
@@ -78,6 +77,7 @@ class RunFacts:
     recipe: Recipe | None = None
     changes: list[RecipeValue] = field(default_factory=list)
     first_prompt: str = ""
+    outdated: bool = False
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -121,7 +121,21 @@ def read_run(folder: str | Path) -> RunFacts:
         environment=read_object(folder / "environment.json"),
         recipe=recipe,
         changes=changes,
+        outdated=acceptance is not None and is_outdated(folder),
     )
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether a run's acceptance was measured on other weights than its best checkpoint has now.
+
+    False where nothing says what it was measured on, or there is no best checkpoint any more.
+    """
+    measured, weights = folder / "report" / "measured.json", folder / BEST / "model.safetensors"
+    try:
+        known = json.loads(measured.read_text(encoding="utf-8"))["weights"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return weights.is_file() and file_sha256(weights) != known
 
 
 def facts_of(report: AcceptanceReport, name: str) -> RunFacts:

@@ -18,6 +18,12 @@ from modelopt_eagle.validation.sweep import advice, plan_name
 EXAMPLES, EXAMPLE_CHARACTERS = 8, 1500
 """Answers shown, one a category as far as they go, and how much of each."""
 
+OUTDATED = (
+    "the acceptance was measured on an earlier head of this run, which was trained further since: the same "
+    "train-and-export command measures the newer one"
+)
+"""What a page says of a measurement that its run has left behind."""
+
 SHADES = 5
 """Colours of accepted runs; longer ones have the last."""
 
@@ -51,6 +57,7 @@ def write_page(facts: RunFacts, folder: str | Path, file: str = "index.html", pi
         stepless=[name for name, value in (facts.acceptance or {}).get("per_category", {}).items() if value is None],
         contexts=by_context(facts.dialogues),
         headline=headline(facts),
+        notes=[*([OUTDATED] if facts.outdated else []), *(facts.acceptance or {}).get("notes", [])],
         examples=examples(facts.dialogues),
         data=data_rows(facts),
         advice=advice(facts.acceptance["sweep"]) if facts.acceptance and facts.acceptance.get("sweep") else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -12,10 +12,17 @@ from torch import Tensor
 
 from modelopt_eagle.common.console import ProgressBar
 from modelopt_eagle.data import DataReport, TokenizedDataset, prepare_dataset, prepare_rows
-from modelopt_eagle.data.packed import row_lengths
+from modelopt_eagle.data.packed import chosen_rows, row_lengths
 from modelopt_eagle.data.vocab import count_supervised
 from modelopt_eagle.errors import DataError, TargetError
-from modelopt_eagle.features import FeatureContract, FeatureRow, FeatureSource, MemorySource, OnlineSource
+from modelopt_eagle.features import (
+    FeatureContract,
+    FeatureRow,
+    FeatureSource,
+    MemorySource,
+    OnlineSource,
+    SelectedSource,
+)
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.features.foreign.reader import RECIPE_KEYS, ForeignReader, open_reader
 from modelopt_eagle.features.offline import OfflineSource
@@ -23,6 +30,7 @@ from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.like import RunningTarget, TableTarget
 from modelopt_eagle.training.acceptance import EvaluationFiles
+from modelopt_eagle.training.budget import RunBudget
 from modelopt_eagle.training.given import Given
 from modelopt_eagle.training.shared_rows import RowsOfARun
 
@@ -233,36 +241,71 @@ def split_rows(recipe: Recipe, target: TableTarget, given: Given, shared: RowsOf
 
 
 def from_target(
-    recipe: Recipe, target: RunningTarget, aux_layer_ids, accelerator, say, given: Given | None = None
+    recipe: Recipe,
+    target: RunningTarget,
+    aux_layer_ids,
+    accelerator,
+    say,
+    given: Given | None = None,
+    budget: RunBudget | None = None,
 ) -> RunData:
-    """Features that the loaded target makes: in the step, or once into memory or a store."""
+    """Features that the loaded target makes: in the step, or once into memory or a store.
+
+    With a budget and features that are kept, rows to train on are taken as long as their share of the time lasts; the
+    others are counted and named. Rows to evaluate on come first, all of them.
+    """
     shared = RowsOfARun(Path(recipe.training.output_dir), accelerator)
     split = split_rows(recipe, target, given or Given(), shared)
     for line in split.header:
         say(line)
 
-    def make(part: Sequence, name: str):
-        return _cached(recipe, target, part, aux_layer_ids, accelerator, name)
+    def make(part: Sequence, name: str, parts: Iterable[list[int]] | None = None):
+        return _cached(recipe, target, part, aux_layer_ids, accelerator, name, parts)
 
-    train = make(split.train, "features")
     if len(split.held_out) > 1:
         named = enumerate(split.held_out.items(), 1)
         held_out = EvaluationFiles({path: make(part, f"evaluation features {n}") for n, (path, part) in named})
     else:
         (held,) = split.held_out.values()
         held_out = make(held, "evaluation features") if held else None
-    return RunData(
-        train,
-        held_out,
-        count_supervised(split.train, target.vocab_size),
-        split.header,
-        dataset_hash(split.train),
-        split.report,
-    )
+    rows, header, fingerprint = split.train, split.header, dataset_hash(split.train)
+    if budget is None or recipe.data.cache_features == "none":
+        train = make(rows, "features")
+    else:
+        taken: list[int] = []
+        train = make(rows, "features", _noting(budget.parts(row_lengths(rows), fingerprint), taken))
+        if len(train.lengths) != len(taken):  # the store of a former start with more time
+            kept, chosen = train.reader.indices, set(taken)
+            train = SelectedSource(train, [place for place, number in enumerate(kept) if number in chosen])
+        rows, header = _taken_rows(split, sorted(taken), budget)
+    return RunData(train, held_out, count_supervised(rows, target.vocab_size), header, fingerprint, split.report)
 
 
-def _cached(recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str) -> FeatureSource:
-    """A source of rows, as ``data.cache_features`` says."""
+def _noting(parts: Iterable[list[int]], taken: list[int]) -> Iterator[list[int]]:
+    """The parts, their numbers put into ``taken`` as they go by."""
+    for part in parts:
+        taken += part
+        yield part
+
+
+def _taken_rows(split: SplitRows, taken: list[int], budget: RunBudget) -> tuple[Sequence, list[str]]:
+    """The rows that the budget had time for, and the header with the others counted as left out."""
+    chosen, report = set(taken), split.report
+    lines = len(report.header().splitlines())
+    others = [row for number, row in enumerate(split.train) if number not in chosen]
+    for row in others:
+        report.drop("out_of_time", f"row {row.id!r}")
+        report.rows -= 1
+        report.tokens -= len(row.input_ids)
+        report.supervised -= sum(row.supervised)
+    budget.write_left_out([row.id for row in others])
+    return chosen_rows(split.train, taken), [*report.header().splitlines(), *split.header[lines:]]
+
+
+def _cached(
+    recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str, parts: Iterable[list[int]] | None = None
+) -> FeatureSource:
+    """A source of rows, as ``data.cache_features`` says; with ``parts`` of those that are in one."""
     if recipe.data.cache_features == "none":
         return OnlineSource(target, rows, aux_layer_ids)
     tokens = sum(row_lengths(rows))
@@ -270,7 +313,7 @@ def _cached(recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str)
     if recipe.data.cache_features == "memory":
         return MemorySource.from_target(
             target, rows, aux_layer_ids, dtype=target.dtype,
-            progress=None if bar is None else lambda done, total: bar.reach(done),
+            progress=None if bar is None else lambda done, total: bar.reach(done), parts=parts,
         )  # fmt: skip
     folder = Path(recipe.training.output_dir) / name.replace(" ", "_")
 
@@ -282,7 +325,7 @@ def _cached(recipe: Recipe, target, rows, aux_layer_ids, accelerator, name: str)
     dump(
         back_end, rows, folder, dtype=back_end.contract.dtype if target.dtype == torch.float32 else "bfloat16",
         worker=(accelerator.process_index, accelerator.num_processes), shard_bytes=CACHE_SHARD_BYTES,
-        begin=begin, progress=None if bar is None else bar.advance,
+        begin=begin, progress=None if bar is None else bar.advance, parts=parts,
     )  # fmt: skip
     accelerator.wait_for_everyone()
     return OfflineSource(folder, FeatureContract.from_target(target, aux_layer_ids))

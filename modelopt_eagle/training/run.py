@@ -27,6 +27,7 @@ from modelopt_eagle.target import TableTarget, load_target, load_target_tables
 from modelopt_eagle.target.chat import RECORD_KEYS, chat_record
 from modelopt_eagle.target.load import architecture_of
 from modelopt_eagle.target.lora import TargetAdapter
+from modelopt_eagle.training.budget import RunBudget
 from modelopt_eagle.training.checkpoint import RECIPE, CheckpointFolder, read_state
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
 from modelopt_eagle.training.data import from_store, from_target, length_spread
@@ -62,6 +63,7 @@ class Run:
         adapter: the target's adapters, if they are trained.
         data_account: plain values on the data: the counts of :class:`~modelopt_eagle.data.DataReport`, and ``lengths``,
             see :func:`~modelopt_eagle.training.data.length_spread`.
+        training_seconds: after which training ends; ``None``: steps alone decide.
     """
 
     step: TrainingStep
@@ -71,6 +73,7 @@ class Run:
     header: list[str]
     adapter: TargetAdapter | None = None
     data_account: dict[str, Any] = field(default_factory=dict)
+    training_seconds: float | None = None
 
 
 def make_accelerator(recipe: Recipe):
@@ -155,6 +158,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     offline = not recipe.data.runs_target
     check_sizes(recipe, given)
     target = load(recipe, accelerator.device) if given.target is None else given.target
+    budget = None if recipe.training.run_budget_minutes is None else RunBudget(recipe, accelerator)
     use_chat_settings(recipe, target, accelerator.is_main_process, accelerator.wait_for_everyone)
     embedding, config = target.embedding_weight, target.config
     head = None
@@ -177,7 +181,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     elif offline:
         data = from_store(recipe, target, ids, say)
     else:
-        data = from_target(recipe, target, ids, accelerator, say, given)
+        data = from_target(recipe, target, ids, accelerator, say, given, budget)
     if head is None:
         head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
     else:
@@ -215,6 +219,11 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         settings=algorithm_of(head.config).settings(recipe),
     )  # fmt: skip
     header += head_lines(head, frozen, adapter)
+    minutes = recipe.training.time_budget_minutes
+    seconds = None if minutes is None else 60.0 * minutes
+    if budget is not None:
+        seconds = budget.training_seconds()
+        header += [line for line in (budget.left_out_line(), budget.line()) if line is not None]
     for line in header[len(data.header) :]:
         say(line)
     provenance = {
@@ -231,7 +240,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
             "rows, or set early_stopping to null"
         )
     account = {**data.report.to_dict(), "lengths": length_spread(data.train.lengths)}
-    return Run(step, data.train, data.held_out, provenance, header, adapter, account)
+    return Run(step, data.train, data.held_out, provenance, header, adapter, account, seconds)
 
 
 def check_drafter(recipe: Recipe) -> None:

@@ -117,10 +117,9 @@ class Trainer:
         self.data_rank, self.data_world = self.rank // size, self.world // size
         self.course = plan_course(recipe, run.source, self.data_world)
         total = self.course.total
-        budget = self.settings.time_budget_minutes
         self.schedule = Schedule(
             self.settings.lr_scheduler, total, self.settings.warmup_ratio, self.settings.min_lr_ratio,
-            None if budget is None else budget * 60,
+            run.training_seconds,
         )  # fmt: skip
         self.output_dir = Path(self.settings.output_dir)
         self.view = ProgressView(total, accelerator.is_main_process)

@@ -72,6 +72,7 @@ def answer_dialogues(
     on_batch: Callable[[int], None] | None = None,
     sampling: SamplingOptions | None = None,
     seed: int | None = None,
+    more: Callable[[int, int], bool] | None = None,
 ) -> list[Dialogue]:
     """Answer every prompt, turn after turn.
 
@@ -84,6 +85,8 @@ def answer_dialogues(
         on_batch: called with the number of dialogues that a batch finished.
         sampling: how answers are drawn; ``None``: greedily.
         seed: of what is drawn.
+        more: asked before each batch but the first, with the prompts that are answered and those of the batch; false
+            leaves out what is left, whose dialogues stay empty. Each batch is then drawn from all over the prompts.
 
     Returns:
         A dialogue a prompt, in the order of the prompts.
@@ -93,9 +96,17 @@ def answer_dialogues(
         DecodingError: from the generator.
     """
     dialogues = [Dialogue(prompt) for prompt in prompts]
-    by_size = sorted(dialogues, key=lambda d: (len(d.prompt.turns[:max_turns]), sum(map(len, d.prompt.turns))))
-    for start in range(0, len(by_size), batch_size):
-        batch = by_size[start : start + batch_size]
+    if more is None:
+        by_size = sorted(dialogues, key=lambda d: (len(d.prompt.turns[:max_turns]), sum(map(len, d.prompt.turns))))
+        batches = [by_size[start : start + batch_size] for start in range(0, len(by_size), batch_size)]
+    else:
+        count = -(-len(dialogues) // batch_size)
+        batches = [dialogues[start::count] for start in range(count)]
+    done = 0
+    for batch in batches:
+        if more is not None and done and not more(done, len(batch)):
+            break
+        done += len(batch)
         for turn in range(max_turns):
             _answer_turn(generator, batch, turn, max_turns, max_new_tokens, sampling_arguments(sampling, seed))
         if on_batch is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from modelopt_eagle.validation.speed import Speed, measure_speed
 
 SPEED_TOKENS = 128
 """Longest answer timed for the speed-up."""
+ANSWERS_UNTIL = 0.65
+"""Share of ``seconds`` after which no more prompts are answered; the speed-up is timed in the rest."""
 
 
 def measure_acceptance(
@@ -48,6 +51,7 @@ def measure_acceptance(
     cuda_graph: str | bool = "auto",
     sampling: SamplingOptions | None = None,
     sample_drafts: bool = False,
+    seconds: float | None = None,
 ) -> AcceptanceReport:
     """Answer prompts with draft and verification, greedily or as production samples, and count what was accepted.
 
@@ -67,6 +71,8 @@ def measure_acceptance(
         cuda_graph: see ``PseudoSpeculativeGenerator``.
         sampling: temperature and filters of the answers; ``None``: greedy.
         sample_drafts: draw the drafts, too, see ``PseudoSpeculativeGenerator``.
+        seconds: what this may take. Prompts for which no time is left are not asked, and are counted in ``notes``; the
+            first batch always is. ``None``: all prompts.
 
     Returns:
         :class:`AcceptanceReport`.
@@ -82,6 +88,12 @@ def measure_acceptance(
         target, module, mode, num_steps, topk=topk, depth=depth, num_nodes=num_nodes, cuda_graph=cuda_graph,
         sample_drafts=sample_drafts,
     )  # fmt: skip
+    begun = time.monotonic()
+
+    def more(done: int, coming: int) -> bool:
+        spent = time.monotonic() - begun
+        return spent * (done + coming) / done <= ANSWERS_UNTIL * (seconds or 0.0)
+
     dialogues = answer_dialogues(
         generator,
         prompts,
@@ -91,6 +103,7 @@ def measure_acceptance(
         on_batch=on_batch,
         sampling=sampling,
         seed=seed,
+        more=None if seconds is None else more,
     )
     answered = [dialogue for dialogue in dialogues if dialogue.tokens]
     accepted = [dialogue.accepted for dialogue in answered]
@@ -104,7 +117,13 @@ def measure_acceptance(
             f"(it is {max_new_tokens}), or look at the prompts"
         )
     arguments = sampling_arguments(sampling, seed)
-    speed = time_generators([generator], prompts, speedup_prompts, max_new_tokens, sampling=arguments)
+    left = None if seconds is None else max(0.0, seconds - (time.monotonic() - begun))
+    speed = time_generators([generator], prompts, speedup_prompts, max_new_tokens, sampling=arguments, seconds=left)
+    notes = list(generator.notes)
+    if unasked := sum(not dialogue.messages and not dialogue.too_long for dialogue in dialogues):
+        notes.append(f"{unasked} of {len(prompts)} prompts were not asked: the time for measuring was over")
+    if speed and speed[0].prompts < min(speedup_prompts, len(prompts)) and seconds is not None:
+        notes.append(f"the speed-up was timed on {speed[0].prompts} of {speedup_prompts} prompts, for the same reason")
     return AcceptanceReport(
         acceptance_length=length,
         ci95=bootstrap_interval(accepted, seed),
@@ -126,7 +145,7 @@ def measure_acceptance(
         too_long=sum(dialogue.too_long for dialogue in dialogues),
         speed=speed[0] if speed else None,
         first_prompt=target.tokenizer.decode(first_turn(target, prompts[0])),
-        notes=generator.notes,
+        notes=notes,
         dialogues=answered,
     )
 
@@ -139,8 +158,12 @@ def time_generators(
     *,
     concurrent: int = 1,
     sampling: dict[str, Any] | None = None,
+    seconds: float | None = None,
 ) -> list[Speed]:
-    """Speed of generators on ``count`` prompts of text spread over the set (those that fit); empty if there is none."""
+    """Speed of generators on ``count`` prompts of text spread over the set (those that fit); empty if there is none.
+
+    With ``seconds`` on as many of them as these allow, one at least.
+    """
     target, limit = generators[0].target, min(max_new_tokens, SPEED_TOKENS)
     prompts = [prompt for prompt in prompts if not prompt.parts]
     count = min(count, len(prompts))
@@ -148,4 +171,4 @@ def time_generators(
     encoded = [ids for ids in encoded if len(ids) + limit <= window(target)]
     if not encoded:
         return []
-    return measure_speed(generators, encoded, limit, concurrent=concurrent, sampling=sampling)
+    return measure_speed(generators, encoded, limit, concurrent=concurrent, sampling=sampling, seconds=seconds)

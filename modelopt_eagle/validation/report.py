@@ -95,6 +95,8 @@ class AcceptanceReport:
         }
         if self.sampling is not None and not self.sampling.greedy:
             data["sampling"] = {**asdict(self.sampling), "sample_drafts": self.sample_drafts}
+        if self.notes:
+            data["notes"] = list(self.notes)
         if self.speed is not None:
             data["costs"] = cost_fields(self.speed) | {"machine": machine_line()}
         if self.sweep is not None:

@@ -28,6 +28,7 @@ class Speed:
         acceptance_length: on these prompts.
         plain_step, draft_step, verify_step, other_step: seconds a step of the whole batch, prefill left out.
         tokens: new tokens timed.
+        prompts: how many were timed.
         divergences: texts that are not plain decoding's, where they part; near ties of the target, or a fault.
         processor_share: processor seconds of this process over seconds that passed; well below 1 on a CPU if other work
             kept it waiting, so that the times say little. ``None`` on other devices.
@@ -42,6 +43,7 @@ class Speed:
     tokens: int
     divergences: tuple[Divergence, ...] = ()
     processor_share: float | None = None
+    prompts: int = 0
 
     @property
     def disturbed(self) -> bool:
@@ -73,6 +75,7 @@ def measure_speed(
     concurrent: int = 1,
     sampling: dict[str, Any] | None = None,
     tries: int = 2,
+    seconds: float | None = None,
 ) -> list[Speed]:
     """Time generators of one target against plain decoding on the same prompts.
 
@@ -86,15 +89,18 @@ def measure_speed(
         concurrent: prompts decoded together; the set is repeated to fill the last batch.
         sampling: arguments of ``generate`` for answers that are drawn; texts are not compared then.
         tries: how often an implausible measurement is made.
+        seconds: what all of this may take; batches for which no time is left are not timed, the first always is.
 
     Returns:
         A :class:`Speed` a generator.
     """
-    speeds = _time(generators, prompts, max_new_tokens, concurrent, sampling or {})
+    begun = time.perf_counter()
+    speeds = _time(generators, prompts, max_new_tokens, concurrent, sampling or {}, seconds)
     for _ in range(tries - 1):
-        if not any(speed.implausible for speed in speeds):
+        left = None if seconds is None else seconds - (time.perf_counter() - begun)
+        if not any(speed.implausible for speed in speeds) or (left is not None and left < 0.5 * (seconds or 0.0)):
             break
-        speeds = _time(generators, prompts, max_new_tokens, concurrent, sampling or {})
+        speeds = _time(generators, prompts, max_new_tokens, concurrent, sampling or {}, left)
     return speeds
 
 
@@ -104,6 +110,7 @@ def _time(
     max_new_tokens: int,
     concurrent: int,
     sampling: dict[str, Any],
+    seconds: float | None = None,
 ) -> list[Speed]:
     count = -(-len(prompts) // concurrent) * concurrent
     filled = [prompts[place % len(prompts)] for place in range(count)]
@@ -114,18 +121,26 @@ def _time(
     base: list[GenerationOutput] = []
     outputs: list[list[GenerationOutput]] = [[] for _ in generators]
     begun, used = time.perf_counter(), time.process_time()
-    for batch in batches:
+    for done, batch in enumerate(batches):
+        if done and seconds is not None and (time.perf_counter() - begun) * (done + 1) / done > seconds:
+            break
         base.append(plain.generate(batch, max_new_tokens, **sampling))
         for own, generator in zip(outputs, generators, strict=True):
             own.append(generator.generate(batch, max_new_tokens, **sampling))
     target, share = generators[0].target, None
     if torch.device(target.device).type == "cpu":
         share = (time.process_time() - used) / (time.perf_counter() - begun)
-    return [_speed(target, [] if sampling else batches, base, own, share) for own in outputs]
+    timed = min(len(prompts), len(base) * concurrent)
+    return [_speed(target, [] if sampling else batches, base, own, share, timed) for own in outputs]
 
 
 def _speed(
-    target: Target, batches, base: list[GenerationOutput], own: list[GenerationOutput], share: float | None
+    target: Target,
+    batches,
+    base: list[GenerationOutput],
+    own: list[GenerationOutput],
+    share: float | None,
+    prompts: int,
 ) -> Speed:
     plain, mine = _pool(base), _pool(own)
     parted = [
@@ -147,6 +162,7 @@ def _speed(
         tokens=tokens,
         divergences=tuple(d for d in parted if d is not None),
         processor_share=share,
+        prompts=prompts,
     )
 
 

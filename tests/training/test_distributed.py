@@ -1,5 +1,6 @@
 """Two launched gloo processes against one."""
 
+import json
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from tests.training.runs import small_recipe, write_conversations
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
 ACCUMULATED = ("training.batch_size=1", "training.gradient_accumulation_steps=2")
+IN_PARTS = ("data.cache_features=disk", "training.run_budget_minutes=600")  # of 200 tokens, see the script
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,8 @@ def launch(*arguments, script=SCRIPT, processes=2):
 def two_processes(tiny_target_dir, data, tmp_path_factory):
     """A finished run of two processes: 6 micro-batches each (one empty), accumulated in pairs."""
     output = tmp_path_factory.mktemp("two") / "run"
-    launch(tiny_target_dir, data, output, *ACCUMULATED)
+    said = launch(tiny_target_dir, data, output, *ACCUMULATED, *IN_PARTS)
+    assert said.count("budget: 600.0 minutes") == 1
     return output
 
 
@@ -57,7 +60,11 @@ def weights(output, step=6):
 
 
 def test_two_processes_train_as_one_does(tiny_target_dir, data, tmp_path, two_processes):
-    """Gradients are those of one process with twice the accumulation, though one rank runs out of rows."""
+    """Gradients are those of one process with twice the accumulation, though one rank runs out of rows.
+
+    The two agree on each part of the features that they make, and fill one store.
+    """
+    assert json.loads((two_processes / "budget.json").read_text())["rows"] == 11
     one = train(
         small_recipe(
             tiny_target_dir, data, tmp_path / "one", "training.batch_size=1", "training.gradient_accumulation_steps=4"
@@ -70,13 +77,13 @@ def test_two_processes_train_as_one_does(tiny_target_dir, data, tmp_path, two_pr
 
 def test_resume_on_two_processes_is_bit_equal(tiny_target_dir, data, tmp_path, two_processes):
     """The signal reaches one process; both stop after the same step and go on together."""
-    said = launch(tiny_target_dir, data, tmp_path / "cut", "--stop-at", 2, *ACCUMULATED)
+    said = launch(tiny_target_dir, data, tmp_path / "cut", "--stop-at", 2, *ACCUMULATED, *IN_PARTS)
     assert "stopped at step 2" in said and not (tmp_path / "cut" / "checkpoint-6").exists()
     folder = tmp_path / "cut" / "checkpoint-2"
     assert (folder / "rng-0.pt").is_file() and (folder / "rng-1.pt").is_file()
     refused = train_alone(tiny_target_dir, data, tmp_path / "cut")
     assert "written by 2 processes, this run has 1" in refused
-    assert "going on from" in launch(tiny_target_dir, data, tmp_path / "cut", *ACCUMULATED)
+    assert "going on from" in launch(tiny_target_dir, data, tmp_path / "cut", *ACCUMULATED, *IN_PARTS)
     whole, resumed = weights(two_processes), weights(tmp_path / "cut")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -86,5 +93,5 @@ def train_alone(*arguments):
     from modelopt_eagle.errors import CheckpointError
 
     with pytest.raises(CheckpointError) as error:
-        train(small_recipe(*arguments, *ACCUMULATED))
+        train(small_recipe(*arguments, *ACCUMULATED, *IN_PARTS))
     return str(error.value)

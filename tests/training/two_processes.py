@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from modelopt_eagle.errors import EagleError
-from modelopt_eagle.training import train
+from modelopt_eagle.training import budget, train
 from modelopt_eagle.training.trainer import Trainer
 from tests.training.runs import small_recipe
 
@@ -30,6 +30,7 @@ def stop_at(step: int) -> None:
 
 def main() -> None:
     target, data, output, *rest = sys.argv[1:]
+    budget.PART_TOKENS = 200
     if rest[:1] == ["--stop-at"]:
         stop_at(int(rest[1]))
         rest = rest[2:]

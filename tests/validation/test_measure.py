@@ -77,6 +77,21 @@ def test_second_turn_follows_the_answer_that_was_given(target, good_head, prompt
     assert dialogue.tokens == len(first) + len(second)
 
 
+def test_prompts_and_timings_that_have_no_time_are_left_out_and_counted(target, good_head, prompts, report):
+    options = {"max_new_tokens": 32, "batch_size": 2, "speedup_prompts": 2}
+    whole = measure_acceptance(target, good_head, prompts, seconds=600.0, **options)
+    assert (whole.prompts, whole.speed.prompts, whole.acceptance_length) == (4, 2, report.acceptance_length)
+    assert not any("for measuring" in note for note in whole.notes)
+    short = measure_acceptance(target, good_head, prompts, seconds=1e-6, **options)
+    assert (short.prompts, short.speed.prompts) == (2, 1)
+    notes = short.to_dict()["notes"]
+    assert "2 of 4 prompts were not asked: the time for measuring was over" in notes
+    assert "the speed-up was timed on 1 of 2 prompts, for the same reason" in notes and notes[-1] in short.table()
+    asked = {dialogue.prompt.id: dialogue.accepted for dialogue in short.dialogues}
+    assert list(asked) == [prompts[0].id, prompts[2].id], "drawn from all over the prompts"
+    assert all(d.accepted == asked[d.prompt.id] for d in whole.dialogues if d.prompt.id in asked)
+
+
 def test_turns_that_do_not_fit_are_counted(target, good_head, prompts):
     long = Prompt("long", "writing", ("x" * 2030, "more", "a third turn, which is not asked"))
     report = measure_acceptance(target, good_head, [*prompts[1:2], long], max_new_tokens=32, speedup_prompts=0)

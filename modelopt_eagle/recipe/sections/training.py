@@ -24,6 +24,12 @@ class TrainingSection(Section):
         description="Stop training after so many minutes. The learning rate then follows whichever is further on, the "
         "share of the steps or the share of the time, so that it always comes to its end.",
     )
+    run_budget_minutes: PositiveFloat | None = Field(
+        None,
+        description="Minutes of the whole run from the loaded target on: features that are kept (`cache_features`) are "
+        "made of as many rows as 40 % of it allow (the others are counted and named), training ends at 75 %, and the "
+        "rest is for measuring. null: all rows, however long they take.",
+    )
     batch_size: Positive = Field(
         4, description="Conversations in a micro-batch (of each process), packed one after the other without padding."
     )
