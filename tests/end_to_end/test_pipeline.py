@@ -42,6 +42,9 @@ def test_train_interrupt_resume_validate_export(tiny_target_dir, tiny_target, da
     shown = capfd.readouterr().out
     for part in ("trained on", "acceptance length", "per position", "speed-up", "vllm serve", "sglang", "trtllm-serve"):
         assert part in shown, part
+    (conversion,) = [line.strip() for line in shown.splitlines() if "--to gguf" in line]
+    assert conversion.endswith(f"--base-model {tiny_target_dir}"), "the target's folder, also at a line's end"
+    assert f"--input {output / 'export'} " in conversion
     measured = json.loads((output / "report" / "acceptance.json").read_text())
     assert {
         "acceptance_length", "ci95", "per_position", "per_category", "speedup", "steps", "prompts", "target", "commit",

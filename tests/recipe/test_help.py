@@ -1,13 +1,15 @@
 """What each command says of itself, how its options may be spelt, and what it prints where to."""
 
+import importlib
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from modelopt_eagle.cli import main as dispatcher
-from modelopt_eagle.common.parser import command_parser
+from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe.command_line import train_arguments
 
@@ -45,6 +47,52 @@ def test_options_are_taken_with_dashes_and_underscores(word):
     assert parser.parse_args(["--", "--cuda_graph"]).name == "--cuda_graph"
     with pytest.raises(SystemExit):
         parser.parse_args(["--cuda_graf"])
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("preview", []), ("doctor", []), ("estimate", []), ("ar-validate", ["--model_path", "head"]),
+        ("diagnose", ["--model_path", "head"]),
+        ("calibrate-draft-vocab", ["--data", "a.jsonl", "--save_dir", "map", "--draft_vocab_size", "64"]),
+    ],
+)  # fmt: skip
+def test_the_target_is_taken_under_either_of_its_names(name, more, monkeypatch):
+    found = {}
+
+    class Parsed(Exception):
+        pass
+
+    def parse(self, args=None, namespace=None):
+        words = [self.spelt(word) for word in args]
+        found[name] = vars(self.parse_known_args(words)[0])
+        raise Parsed
+
+    monkeypatch.setattr(CommandParser, "parse_args", parse)
+    monkeypatch.setattr(CommandParser, "parse_intermixed_args", parse)
+    module = importlib.import_module(f"modelopt_eagle.cli.{name.replace('-', '_')}")
+    for option in ("--model", "--base_model", "--base-model"):
+        with pytest.raises(Parsed):
+            module.main([option, "NAME", *more])
+        assert "NAME" in (found[name].get("model"), found[name].get("base_model")), option
+        assert found[name].get("model_path") in (None, "head", Path("head"))
+
+
+@pytest.mark.parametrize("json_wanted", [False, True])
+def test_the_result_is_printed_once_by_several_processes(json_wanted, monkeypatch, capsys, tmp_path):
+    from modelopt_eagle.cli import train
+    from modelopt_eagle.training import TrainingResult
+
+    done = TrainingResult(tmp_path, tmp_path / "best", tmp_path / "last", 3, 1.0, [], [], 1.5, True, [])
+    monkeypatch.setattr("modelopt_eagle.training.train", lambda *args, **kwargs: done)
+    monkeypatch.setattr("modelopt_eagle.decoding.verifiable.refusal", lambda recipe: None)
+    said = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert train.main(["--output_dir", str(tmp_path), *(["--json"] if json_wanted else [])]) == 0
+        said[rank] = capsys.readouterr()
+    assert said["1"].out == "" and said["1"].err == ""
+    assert said["0"].out.startswith('{"result": ' if json_wanted else "checkpoint: ")
 
 
 def test_verbose_is_a_line_a_step():

@@ -205,3 +205,13 @@ def test_a_missing_file_names_the_shipped_recipes(tmp_path):
 def test_recipe_errors_are_eagle_errors():
     with pytest.raises(EagleError):
         load_recipe(None, ["training.lr=1"])
+
+
+def test_an_override_that_does_not_fit_is_named_and_not_the_file_alone(tmp_path):
+    path = write(tmp_path, "training:\n  epochs: 2\n  eval_steps: null\n")
+    said = message(path, "training.seed=3", "training.early_stopping=2")
+    assert said.startswith(f"override 'training.early_stopping=2' (beside {path}:1): training: early_stopping counts")
+    said = message(None, "training.early_stopping=2", "training.eval_steps=null")
+    assert said.startswith("override 'training.early_stopping=2' 'training.eval_steps=null': training: ")
+    path = write(tmp_path, "training:\n  early_stopping: 2\n  eval_steps: null\n")
+    assert message(path, "training.seed=3").startswith(f"{path}:1: training: early_stopping counts")

@@ -268,3 +268,31 @@ def test_what_makes_a_comparison_doubtful_is_noted(tmp_path):
 def test_names_at_an_axis_are_one_short_line():
     assert plots.short("a\nb\x00" + "c" * 40) == "a b " + "c" * 21 + "…"
     assert len(plots.short(HOSTILE)) <= plots.LABEL_LENGTH
+
+
+def test_a_measurement_of_an_earlier_head_is_called_one(tmp_path, capsys):
+    from modelopt_eagle.cli import report
+    from modelopt_eagle.common.files import file_sha256
+
+    run = make_run(tmp_path / "run")
+    weights = run / "best" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"measured")
+    (run / "report" / "measured.json").write_text(json.dumps({"weights": file_sha256(weights)}))
+    assert report.main([str(run)]) == 0
+    assert "earlier head" not in capsys.readouterr().out + (run / "report" / "index.html").read_text()
+    weights.write_bytes(b"trained further")
+    assert report.main([str(run)]) == 0
+    assert "note: the acceptance was measured on an earlier head" in capsys.readouterr().out
+    assert (
+        "Note:</strong> the acceptance was measured on an earlier head" in (run / "report" / "index.html").read_text()
+    )
+    (run / "report" / "measured.json").write_text("[")
+    assert not read_run(run).outdated
+
+
+def test_notes_of_a_measurement_are_on_the_page(tmp_path):
+    rows = make_dialogues()
+    run = make_run(tmp_path / "run", acceptance=make_acceptance(rows, notes=["2 of <b> prompts were not asked"]))
+    page = write_page(read_run(run), run / "report").read_text()
+    assert "2 of &lt;b&gt; prompts were not asked" in page

@@ -161,8 +161,8 @@ def test_rates_by_position_prompt_and_context():
     assert conditional_rates(trace, 4) == [3 / 4, 2 / 3, 1 / 2, 0.0]
     assert conditional_rates([[0]], 2) == [0.0, None] and conditional_rates([], 1) == [None]
     assert request_mean(trace) == ((1 + 4 / 3) + 3) / 2 and request_mean([[]]) is None
-    found = by_context(trace, [[10, 300, 5000], [255], []])
-    assert found == {"0-255": (2, 1 + 5 / 2), "256-511": (1, 1.0), "4096-8191": (1, 2.0)}
+    found = by_context(trace, [[10, 300, 5000], [63], []])
+    assert found == {"0-63": (2, 1 + 5 / 2), "256-511": (1, 1.0), "4096-8191": (1, 2.0)}
 
 
 def test_contexts_follow_the_text(target, good_head, prompts):
