@@ -1,10 +1,9 @@
-"""Linear layers of few rows on the CPU, by oneDNN instead of BLAS.
+"""Other forwards for a model's layers while it decodes on the CPU: linear layers, and decoder layers of known kinds.
 
-Decoding reads every weight for a handful of rows, so its floor is the memory's bandwidth. ``nn.Linear`` hands float32
-products to BLAS, which reaches a third of it at one row and far less at two to nine, the very sizes that verify
-drafts. oneDNN's inner product reads weights about twice as fast, and nearly at the bandwidth if they were laid out for
-it before (``docs/decoding.md`` has the numbers). :class:`FastLinears` lends its forward to a model's layers while it
-decodes. Results differ from ``nn.Linear`` by float rounding only.
+``nn.Linear`` hands float32 products to BLAS, which on many processors is far from the memory's bandwidth at one row,
+and everywhere at two to nine, the very sizes that verify drafts (``cpu_product.py``). And what stands between the
+products costs as much as they do (``fused_layers.py``). :class:`FastLinears` lends both kinds of forward and takes
+them back. Results differ from the layers' own by float rounding only.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.decoding import cpu_product
+from modelopt_eagle.decoding.cpu_product import Packed, Product, available, filled
+from modelopt_eagle.decoding.fused_layers import FusedLayer, Products, Step, known, linears_of
+
 SWITCH = ("auto", True, False)
 LEAST_WEIGHTS = 1 << 16
 """Layers of fewer weights are left alone: there a call costs more than its arithmetic."""
-LAYOUT_ROWS = 8
-"""Rows that the packed layout is chosen for; it serves other numbers as well."""
-FEW_ROWS, PADDED_ROWS, PADDED_WEIGHTS = 3, 4, 1 << 18
-"""One or two rows go as four through layers of so many weights: oneDNN is up to a quarter faster at three to six."""
-SAMPLE = 64
+PADDED_WEIGHTS = 1 << 18
+"""One or two rows are filled up to four only for layers of so many weights."""
 _SHARED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FastLinears]] = weakref.WeakKeyDictionary()
 
 
 class FastLinears:
-    """Another forward for a model's float32 linear layers on the CPU.
+    """Another forward for a model's float32 linear layers on the CPU, and for decoder layers whose kind is known.
 
     Layers that are no plain ``nn.Linear`` (quantised, parametrised, adapted), that already have a forward of their own
     or that are small keep theirs. A packed copy takes as much memory as its weight, and lives as long as this object;
@@ -44,7 +43,8 @@ class FastLinears:
     def __init__(self, model: nn.Module, pack: bool):
         self.pack = pack
         self._model = weakref.ref(model)
-        self._packed: dict[nn.Linear, _Copy] = {}
+        self._packed: dict[tuple[nn.Linear, ...], Packed] = {}
+        self._agrees: dict[nn.Module, bool] = {}  # decoder layers of a known kind: whether their trial went well
 
     @classmethod
     def shared(cls, model: nn.Module, switch: str | bool) -> FastLinears | None:
@@ -68,76 +68,78 @@ class FastLinears:
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the copies."""
-        return sum(weight.numel() * 4 for weight in (linear.weight for linear in self._packed))
+        """Memory of the copies, those that lie side by side for BLAS among them."""
+        copies = self._packed.values()
+        return sum(4 * copy.lying.numel() * (1 if len(copy.weights) == 1 else 2) for copy in copies)
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """Lend the forwards; the layers' own are back on leaving, also after an exception."""
-        changed = []
+        changed: list[nn.Module] = []
         try:
-            for linear in eligible(self._model()):
-                linear.forward = _forward(self._weight(linear), linear)
-                changed.append(linear)
+            model = self._model()
+            if model is not None:
+                fused = self._fused(model)
+                joint = {linear for layer in fused for linear in linears_of(layer)[:3]}  # read as one product
+                for linear in eligible(model):
+                    if linear not in joint:
+                        linear.forward = _forward(self._product(linear), linear)
+                        changed.append(linear)
+                for layer, forward in fused.items():
+                    layer.forward = forward
+                    changed.append(layer)
             yield
         finally:
-            for linear in changed:
-                linear.__dict__.pop("forward", None)
+            for part in changed:
+                part.__dict__.pop("forward", None)
 
-    def _weight(self, linear: nn.Linear) -> Tensor:
-        weight = linear.weight.detach()
-        if not self.pack or weight.is_inference():  # inference tensors do not tell that they were changed
-            return weight
-        copy = self._packed.get(linear)
-        if copy is None or not copy.is_of(weight):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, LAYOUT_ROWS)
-            copy = self._packed[linear] = _Copy(weight, weight._version, _sample(weight).clone(), packed)
-        return copy.packed
+    def _fused(self, model: nn.Module) -> dict[nn.Module, FusedLayer]:
+        """Decoder layers that can be lent a forward, with it."""
+        able, step, fused = set(eligible(model, 0)), Step(), {}
+        for layer in model.modules():
+            if not known(layer) or self._agrees.get(layer) is False:
+                continue
+            linears = linears_of(layer)
+            least = min(
+                sum(part.weight.numel() for part in linears[:3]), *(part.weight.numel() for part in linears[3:])
+            )
+            if least < LEAST_WEIGHTS or not able.issuperset(linears):
+                continue
+            forward = FusedLayer(layer, Products.of(linears, self._product), step)
+            if layer not in self._agrees:
+                self._agrees[layer] = forward.agrees()
+            if self._agrees[layer]:
+                fused[layer] = forward
+        return fused
 
-
-@dataclass(frozen=True)
-class _Copy:
-    """A packed weight and what it was made from."""
-
-    weight: Tensor  # held, so that no other weight comes to lie at its address
-    version: int
-    sample: Tensor
-    packed: Tensor
-
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether a weight is still what was packed. PyTorch does not count what is written through ``.data``, as
-        adapters do when they are merged; that is seen by a sample of the numbers."""
-        return (
-            self.weight.data_ptr() == weight.data_ptr()
-            and self.version == weight._version
-            and torch.equal(self.sample, _sample(weight))
-        )
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """Up to some 100 numbers of a matrix, from all over it."""
-    diagonal = weight.diagonal()
-    return diagonal[:: max(1, len(diagonal) // SAMPLE)]
+    def _product(self, *linears: nn.Linear) -> Product:
+        """Linear layers of one input as one product, over a packed copy if they are packed."""
+        weights = [linear.weight.detach() for linear in linears]
+        if not self.pack or any(weight.is_inference() for weight in weights):  # they do not tell that they were changed
+            return Product(linears, None)
+        copy = self._packed.get(linears)
+        if copy is None or not copy.is_of(weights):
+            copy = self._packed[linears] = Packed.of(weights)
+        return Product(linears, copy)
 
 
-def _forward(weight: Tensor, linear: nn.Linear):
-    bias, multiply = linear.bias, torch.ops.mkldnn._linear_pointwise
+def _forward(product: Product, linear: nn.Linear):
     pads = linear.weight.numel() >= PADDED_WEIGHTS
 
     def forward(x: Tensor) -> Tensor:
         if x.dtype != torch.float32 or x.device.type != "cpu" or torch.is_grad_enabled():
-            return nn.functional.linear(x, linear.weight, bias)
-        rows = x.numel() // x.shape[-1]
-        if pads and 0 < rows < FEW_ROWS:
-            padded = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, PADDED_ROWS - rows))  # [4,in]
-            return multiply(padded, weight, bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
-        return multiply(x, weight, bias, "none", [], "")
+            return nn.functional.linear(x, linear.weight, linear.bias)
+        if x.numel() <= cpu_product.BLAS_ROWS * x.shape[-1]:
+            return nn.functional.linear(x, linear.weight, linear.bias)
+        rows = x.reshape(-1, x.shape[-1])  # [R,in]
+        out = product(filled(rows) if pads else rows)
+        return out[: len(rows)].view(*x.shape[:-1], -1)
 
     return forward
 
 
-def eligible(model: nn.Module) -> list[nn.Linear]:
-    """Layers of a model that can get another forward, each once."""
+def eligible(model: nn.Module, least: int = LEAST_WEIGHTS) -> list[nn.Linear]:
+    """Layers of a model of at least so many weights that can get another forward, each once."""
     return [
         part
         for part in model.modules()
@@ -145,19 +147,9 @@ def eligible(model: nn.Module) -> list[nn.Linear]:
         and "weight" in part._parameters  # else a hook computes it anew at each call (pruning, weight norm)
         and part.weight.dtype == torch.float32
         and part.weight.device.type == "cpu"
-        and part.weight.numel() >= LEAST_WEIGHTS
+        and part.weight.numel() >= least
         and "forward" not in part.__dict__
     ]
-
-
-def available() -> bool:
-    """Whether this build of PyTorch has oneDNN and the two operators."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
 
 
 def free_memory() -> int:

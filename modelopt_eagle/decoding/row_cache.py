@@ -45,6 +45,9 @@ class RowLayer(CacheLayerMixin):
     def bind(self) -> None:
         """Look at the buffers where they are now."""
         self.keys, self.values = (self.place.view(region) for region in self.regions)
+        (pool, first, heads), values = self.regions
+        beside = values == (pool, first + heads, heads)
+        self.both = self.place.view((pool, first, 2 * heads)) if beside else None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write ``[B, heads, n, d]`` at each row's place; return views over the slots that can be seen."""
@@ -59,6 +62,15 @@ class RowLayer(CacheLayerMixin):
             self.values[place.rows, :, place.slots] = value_states.transpose(1, 2)
         seen = slice(place.first.get(self.kind, 0), place.width)
         return self.keys[:, :, seen], self.values[:, :, seen]
+
+    def update_both(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`update` with ``[B, 2·heads, n, d]``, the keys' heads before the values', in one copy where it can."""
+        heads, place = states.shape[1] // 2, self.place
+        if not self.is_initialized or self.both is None or place.start is None:
+            return self.update(states[:, :heads], states[:, heads:])
+        self.both[:, :, place.start : place.start + states.shape[2]] = states
+        keys, values = self.both[:, :, place.first.get(self.kind, 0) : place.width].split(heads, 1)
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that the model's own mask must cover (it is only made when all rows have one length)."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from heads import make_head
 
-from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, cpu_linear
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, cpu_linear, cpu_product
 from modelopt_eagle.decoding.cpu_linear import FastLinears, eligible
 from modelopt_eagle.decoding.divergence import first_divergence
 from modelopt_eagle.errors import DecodingError
@@ -22,6 +22,12 @@ def wide():
 
 def forwards(*models):
     return [part for model in models for part in model.modules() if "forward" in part.__dict__]
+
+
+@pytest.fixture(autouse=True, params=[0, 2], ids=["oneDNN", "BLAS for few rows"])
+def processor(request, monkeypatch):
+    """As on a processor where oneDNN takes all products, and as where BLAS takes those of one and two rows."""
+    monkeypatch.setattr(cpu_product, "BLAS_ROWS", request.param)
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -106,9 +112,9 @@ def test_changed_weights_are_read_anew():
         torch.testing.assert_close(found, model(x).detach(), atol=2e-5, rtol=0)
 
     equal()
-    packed = fast._packed[model[0]].packed
+    packed = fast._packed[model[0],].packed
     equal()
-    assert fast._packed[model[0]].packed is packed  # unchanged weights are not packed again
+    assert fast._packed[model[0],].packed is packed  # unchanged weights are not packed again
     model(x).square().sum().backward()
     optimizer.step()
     equal()

@@ -1,0 +1,131 @@
+"""Products of few rows with float32 weights on the CPU: by BLAS or by oneDNN, whichever is faster there.
+
+One row only reads the weights, so the memory's bandwidth is the floor. MKL keeps up with it on Intel's processors for
+one and two rows and on no others; oneDNN does for more rows, best over weights that were laid out for it, and takes an
+activation or a sum into the same pass (``docs/decoding.md`` has the numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+LAYOUT_ROWS = 8
+"""Rows that the packed layout is chosen for; it serves other numbers as well."""
+FEW_ROWS, PADDED_ROWS = 3, 4
+"""Where oneDNN is to take one or two rows they go as four: it is up to a quarter faster at three to six."""
+SAMPLE = 64
+NOTHING = ("none", "")
+ACTIVATIONS = {
+    NOTHING: lambda x: x,
+    ("swish", ""): lambda x: nn.functional.silu(x, inplace=True),
+    ("relu", ""): torch.relu_,
+    ("gelu", "none"): nn.functional.gelu,
+    ("gelu", "tanh"): lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+"""Activations by oneDNN's names for them and their algorithms, and as functions that may write over their input."""
+
+
+def mkl_on_intel() -> bool:
+    """Whether float32 products go to MKL on a processor that it is made for."""
+    if not torch.backends.mkl.is_available():
+        return False
+    try:
+        with open("/proc/cpuinfo") as file:
+            return any("GenuineIntel" in line for line in file if line.startswith("vendor_id"))
+    except OSError:
+        return False
+
+
+BLAS_ROWS = 2 if mkl_on_intel() else 0
+"""Rows up to which BLAS is the faster."""
+
+
+class Product:
+    """One linear layer, or several of one input side by side.
+
+    Args:
+        linears: the layers.
+        copy: their weights in one, laid out for oneDNN; ``None``: they are read as they lie.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], copy: Packed | None):
+        lying = [(linear.weight.detach(), linear.bias) for linear in linears]
+        self.bias = lying[0][1]
+        if len(lying) > 1 and any(bias is not None for _, bias in lying):
+            self.bias = torch.cat([weight.new_zeros(len(weight)) if b is None else b for weight, b in lying])
+        self.lying = lying if copy is None else [(copy.lying, self.bias)]
+        self.weight = copy.packed if copy is not None else lying[0][0] if len(lying) == 1 else None
+
+    def __call__(self, x: Tensor, activation: tuple[str, str] = NOTHING) -> Tensor:
+        """``[R, in]`` to ``[R, out]``, through an activation of :data:`ACTIVATIONS`."""
+        if x.shape[0] <= BLAS_ROWS or self.weight is None:
+            parts = [nn.functional.linear(x, *part) for part in self.lying]
+            return ACTIVATIONS[activation](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, activation[0], [], activation[1])
+
+    def combined(self, x: Tensor, other: Tensor, how: str) -> Tensor:
+        """The same added to (``"add"``) or multiplied by (``"mul"``) ``other [R, out]``."""
+        if x.shape[0] <= BLAS_ROWS or self.weight is None:
+            out = self(x)
+            return out.add_(other) if how == "add" else out.mul_(other)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, how)
+
+
+def rows_through(rows: int) -> int:
+    """How many rows so many go as."""
+    return PADDED_ROWS if BLAS_ROWS < rows < FEW_ROWS else rows
+
+
+def filled(x: Tensor) -> Tensor:
+    """``[R, in]`` with as many rows as :func:`rows_through` says, zeros behind."""
+    rows = x.shape[0]
+    missing = rows_through(rows) - rows
+    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight, or several side by side, laid out for oneDNN, and what it was made from."""
+
+    weights: list[Tensor]  # held, so that no other weight comes to lie at their addresses
+    versions: list[int]
+    samples: list[Tensor]
+    packed: Tensor
+    lying: Tensor
+    """Side by side as BLAS reads them; the weight itself if it is one."""
+
+    @classmethod
+    def of(cls, weights: list[Tensor]) -> Packed:
+        """Lay out ``[out, in]`` weights of one width."""
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        packed = torch.ops.mkldnn._reorder_linear_weight(whole, LAYOUT_ROWS)
+        versions, samples = [weight._version for weight in weights], [sample(weight).clone() for weight in weights]
+        return cls(weights, versions, samples, packed, whole)
+
+    def is_of(self, weights: list[Tensor]) -> bool:
+        """Whether weights are still what was laid out. PyTorch does not count what is written through ``.data``, as
+        adapters do when they are merged; that is seen by a sample of the numbers."""
+        return all(
+            old.data_ptr() == weight.data_ptr() and version == weight._version and torch.equal(numbers, sample(weight))
+            for old, version, numbers, weight in zip(self.weights, self.versions, self.samples, weights, strict=True)
+        )
+
+
+def sample(weight: Tensor) -> Tensor:
+    """Up to some 100 numbers of a matrix, from all over it."""
+    diagonal = weight.diagonal()
+    return diagonal[:: max(1, len(diagonal) // SAMPLE)]
+
+
+def available() -> bool:
+    """Whether this build of PyTorch has oneDNN and its operators."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
