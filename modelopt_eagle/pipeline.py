@@ -33,12 +33,14 @@ class RunResult:
         acceptance: the content of ``report/acceptance.json``; ``None`` after a dry run or a stop, with
             ``validation.mode: none``, and on all processes but the first.
         export_path: the folder that engines load; ``None`` where nothing was exported.
+        unmeasured: why a finished run was not measured; ``None`` where it was, and on all processes but the first.
     """
 
     recipe: Recipe
     training: TrainingResult
     acceptance: dict[str, Any] | None = None
     export_path: Path | None = None
+    unmeasured: str | None = None
 
     @property
     def acceptance_length(self) -> float | None:
@@ -91,14 +93,46 @@ def run(
         untrained = recipe.training.dry_run and not result.finished  # a finished run is reported as it is
         if not (result.finished or untrained) or not first:
             return RunResult(recipe, result)
-        measures = recipe.validation.mode != "none" and not untrained
-        measured = validate(recipe, result, given.target) if measures else None
-        if measured is None and not untrained:
-            say("validation.mode is none: the acceptance length is not measured")
+        unmeasured = None if untrained else why_unmeasured(recipe, given.target)
+        measured = None if untrained or unmeasured else validate(recipe, result, given.target)
+        if unmeasured is not None:
+            say(f"the acceptance length is not measured: {unmeasured}")
         export(recipe, result, measured, given.target)
         if not untrained:
             make_page(result.output_dir)
-    return RunResult(recipe, result, measured, recipe.export_path)
+    return RunResult(recipe, result, measured, recipe.export_path, unmeasured)
+
+
+def why_unmeasured(recipe: Recipe, target: RunningTarget | None = None) -> str | None:
+    """Why a trained head is not decoded with; ``None`` if it is.
+
+    After a run of several processes the first one decodes alone, with a whole copy of the target on its own device.
+
+    Args:
+        recipe: of the run.
+        target: the loaded target, if there is one.
+    """
+    if recipe.validation.mode == "none":
+        return "validation.mode: none"
+    if target is not None or recipe.model.parallel == "none" or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    import gc
+
+    import torch
+
+    from modelopt_eagle.training.placement import whole_fits
+
+    gc.collect()  # this process's part of the target that was trained with
+    device = torch.device(recipe.model.load_arguments()["device"])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    fits, numbers = whole_fits(recipe, device, alone=True)
+    if fits:
+        return None
+    return (
+        f"the first process would decode alone, and {numbers}; `modelopt-eagle ar-validate` in one process spreads the "
+        "target over all devices"
+    )
 
 
 def export_stamp(recipe: Recipe) -> Path:

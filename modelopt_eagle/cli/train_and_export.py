@@ -71,8 +71,8 @@ def summary(whole: RunResult) -> str:
         rows.append(("per position", " ".join(f"{share:.3f}" for share in measured["per_position"])))
         speedup = measured["speedup"]
         rows.append(("speed-up", "not measured" if speedup is None else f"{speedup:.2f} over plain decoding, same run"))
-    elif recipe.validation.mode == "none":
-        rows.append(("acceptance length", "not measured (validation.mode: none)"))
+    elif whole.unmeasured is not None:
+        rows.append(("acceptance length", f"not measured ({whole.unmeasured})"))
     rows.append(("checkpoint", str(result.best_checkpoint)))
     if measured is not None:
         rows.append(("report", str(result.output_dir / "report" / "acceptance.json")))

@@ -23,6 +23,7 @@ from modelopt_eagle.features.batch import (
 )
 from modelopt_eagle.features.compute import compute_features, compute_rows
 from modelopt_eagle.target.like import RunningTarget
+from modelopt_eagle.target.shards import together
 
 
 @runtime_checkable
@@ -173,6 +174,12 @@ class OnlineSource(PlannedSource):
     def load(self, indices: Sequence[int]) -> FeatureBatch:
         rows = compute_features(self.target, [self.rows[i] for i in indices], self.contract.aux_layer_ids)
         return collate(rows, self.contract)
+
+    def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
+        for indices in plan:
+            with together(self.target):
+                batch = self.load(indices) if indices else None
+            yield batch
 
 
 class MemorySource(PlannedSource):

@@ -67,7 +67,7 @@ ELSEWHERE = {
     "eagle_freeze_base_model": "the target is always frozen; adapters on it are target_lora.rank",
     "freeze_base_model": "the target is always frozen; adapters on it are target_lora.rank",
     "eagle_reuse_base_decoder": "it is eagle.init: target, which starts the head as the target's last layer",
-    "tp_size": "a target over several devices is model.device: auto",
+    "tp_size": "it is model.shards, with model.parallel; over the devices of one process, model.device: auto",
     "is_vlm": "it follows from the target",
     "cache_dir": "features are kept with data.cache_features: disk, in the output folder",
     "gradient_checkpointing": "for the target's adapters it is target_lora.gradient_checkpointing; a head needs none",

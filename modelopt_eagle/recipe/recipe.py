@@ -61,6 +61,7 @@ class Recipe(Section):
         self._check_adapters()
         self._check_shared_batches()
         self._check_batches_of_tokens()
+        self._check_split_target()
         self._check_drafted_tokens()
         if self.training.output_dir is None:
             self.training.output_dir = default_output_dir(self.model.base_model, self.drafter.algorithm)
@@ -140,6 +141,44 @@ class Recipe(Section):
             f"training.max_tokens_per_batch {most} is less than data.max_length {longest}, and a row of that length "
             f"would fit into no batch: set it to {longest} or more, or max_length to {most} or less",
         )
+
+    def _check_split_target(self) -> None:
+        """A split target is run by all of its processes together."""
+        kind, device = self.model.parallel, self.model.device
+        if kind not in ("fsdp", "tensor"):
+            need(
+                self.model.shards is None or kind == "auto",
+                "model.shards says how many processes hold a split target, and model.parallel is none: leave it out",
+            )
+            return
+        where = f"model.parallel: {kind}"
+        need(
+            self.data.runs_target,
+            f"{where} splits a target that runs here, and this run takes its features from elsewhere: leave it out",
+        )
+        need(
+            not self.data.fills_store,
+            f"{where}: with data.on_missing: generate each process makes rows whenever it finds one missing, and a "
+            "split target runs in all of them together: fill the store by `modelopt-eagle dump` first",
+        )
+        need(
+            self.target_lora.rank == 0,
+            f"{where}: target_lora learns inside the target, and a split one has no gradient: set target_lora.rank: 0",
+        )
+        need(":" not in device, f"{where}: each process takes its own device, and model.device is {device}: set auto")
+        if kind == "tensor":
+            need(
+                self.data.cache_features != "disk",
+                f"{where}: data.cache_features: disk gives each process rows of its own: set memory, none or fsdp",
+            )
+            need(
+                self.training.context_parallel == 1,
+                f"{where} and training.context_parallel both share a batch over processes: use model.parallel: fsdp",
+            )
+            need(
+                self.eagle.init == "random",
+                f"{where}: eagle.init: target copies whole layers: use model.parallel: fsdp, or init: random",
+            )
 
     def _check_drafted_tokens(self) -> None:
         """A tree cannot branch wider than the draft vocabulary."""

@@ -13,6 +13,8 @@ from modelopt_eagle.recipe.yaml_file import dump_value
 IMMATERIAL_SECTIONS = {"validation", "export"}
 IMMATERIAL = {
     "model.device",
+    "model.parallel",
+    "model.shards",
     "data.workers",
     "data.streaming_server_url",
     "data.streaming_transport",

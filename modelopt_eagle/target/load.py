@@ -19,6 +19,8 @@ from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
 from modelopt_eagle.target.identity import local_name
 from modelopt_eagle.target.model import Target
+from modelopt_eagle.target.shards import Shards, check_quantised
+from modelopt_eagle.target.split import build_empty, load_split
 from modelopt_eagle.target.stops import read_generation_config
 from modelopt_eagle.target.vision import vision_of
 
@@ -35,6 +37,7 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
     chat_template: str | Path | None = None,
+    shards: Shards | None = None,
 ) -> Target:
     """Load a target frozen, with its tokenizer.
 
@@ -48,13 +51,14 @@ def load_target(
         attn_implementation: of transformers: "sdpa", "eager", "flash_attention_2".
         trust_remote_code: run model code from the checkpoint.
         chat_template: replaces the tokenizer's: a Jinja template, or a file that holds one.
+        shards: split the target over these processes, all of which call this; ``device`` is this process's own.
 
     Returns:
         the target, its model in evaluation mode and without gradients.
 
     Raises:
-        TargetError: nothing there, incomplete, not a causal language model (by its class, or because its states
-            change with later tokens), or of an unknown type.
+        TargetError: nothing there, incomplete, quantised and to be split, not a causal language model (by its class, or
+            because its states change with later tokens), or of an unknown type.
     """
     if dtype not in _DTYPES:
         raise TargetError(f"expected a dtype of {', '.join(_DTYPES)}; found {dtype!r}")
@@ -70,17 +74,21 @@ def load_target(
         "trust_remote_code": trust_remote_code,
         "ignore_mismatched_sizes": True,  # not ignored: _check_loading names the tensors
     }
-    spread = device == "auto" and torch.accelerator.is_available()
+    spread = device == "auto" and torch.accelerator.is_available() and shards is None
     if spread:
         arguments["device_map"] = "auto"
-    try:
-        with bars_on_terminals():
-            model, loading = model_class.from_pretrained(str(place), output_loading_info=True, **arguments)
-    except Exception as error:  # transformers, safetensors and the hub raise many kinds; each means the same here
-        raise TargetError(f"cannot load the weights of {name}: {first_line(error)}") from error
-    _check_loading(name, loading)
-    if not spread:
-        model = model.to("cpu" if device == "auto" else device)
+    if shards is not None:
+        check_quantised(name, config)
+        model = load_split(
+            lambda: _read_weights(model_class, name, place, arguments),
+            lambda described: build_empty(model_class, config, described, trust_remote_code),
+            shards,
+            device,
+        )
+    else:
+        model = _read_weights(model_class, name, place, arguments)
+        if not spread:
+            model = model.to("cpu" if device == "auto" else device)
     tokenizer = load_tokenizer(place, revision, trust_remote_code, chat_template)
     target = Target(
         model,
@@ -89,9 +97,21 @@ def load_target(
         source=place if isinstance(place, Path) else None,
         revision=None if isinstance(place, Path) else content_revision(place, revision),
         vision=vision_of(tokenizer, place, config, revision, trust_remote_code),
+        shards=shards,
     )
     target.check_causal()
     return target
+
+
+def _read_weights(model_class, name, place: Path | str, arguments: dict[str, Any]):
+    """The model with all of its weights."""
+    try:
+        with bars_on_terminals():
+            model, loading = model_class.from_pretrained(str(place), output_loading_info=True, **arguments)
+    except Exception as error:  # transformers, safetensors and the hub raise many kinds; each means the same here
+        raise TargetError(f"cannot load the weights of {name}: {first_line(error)}") from error
+    _check_loading(name, loading)
+    return model
 
 
 @contextlib.contextmanager

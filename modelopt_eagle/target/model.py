@@ -19,6 +19,7 @@ from modelopt_eagle.target.capture import LayerCapture
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.parts import find_parts
+from modelopt_eagle.target.shards import Lockstep, Shards
 from modelopt_eagle.target.stops import find_end_token_ids
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Target:
         lm_head_weight: [V, Ht].
         head: ``TargetHead``, post-norm hidden states to logits.
         num_layers, hidden_size (Ht), vocab_size (V), name, device, dtype.
+        shards: the processes that hold it together, ``None`` where it is whole here.
+        lockstep: keeps their forward passes in step, see :func:`~modelopt_eagle.target.shards.together`.
 
     Args:
         model: a transformers causal language model, or a wrapper with one inside.
@@ -58,13 +61,22 @@ class Target:
         source: local folder that the weights came from, for the fingerprint.
         vision: the ``VisionProcessor`` of a vision-language model, None for a model of text.
         revision: commit hash on the hub; without it a fingerprint of the content is used.
+        shards: of a model that is split already.
 
     Raises:
         TargetError: a part of the model was not found.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer, *, name: str, source=None, revision: str | None = None, vision=None
+        self,
+        model: PreTrainedModel,
+        tokenizer,
+        *,
+        name: str,
+        source=None,
+        revision: str | None = None,
+        vision=None,
+        shards: Shards | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config(decoder=True)
@@ -81,6 +93,8 @@ class Target:
         self.num_layers = len(self.layers)
         self.hidden_size = self.config.hidden_size
         self.vocab_size = self.lm_head_weight.shape[0]
+        self.shards = shards
+        self.lockstep = None if shards is None else Lockstep(self.parts.backbone, shards, self.device)
         self._final_checked = False
 
     def __repr__(self) -> str:

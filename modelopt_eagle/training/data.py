@@ -29,6 +29,7 @@ from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.like import RunningTarget, TableTarget
+from modelopt_eagle.target.shards import together
 from modelopt_eagle.training.acceptance import EvaluationFiles
 from modelopt_eagle.training.budget import RunBudget
 from modelopt_eagle.training.given import Given
@@ -322,11 +323,12 @@ def _cached(
             bar.resize(max(missing, 1))
 
     back_end = TargetBackEnd(target, aux_layer_ids)
-    dump(
-        back_end, rows, folder, dtype=back_end.contract.dtype if target.dtype == torch.float32 else "bfloat16",
-        worker=(accelerator.process_index, accelerator.num_processes), shard_bytes=CACHE_SHARD_BYTES,
-        begin=begin, progress=None if bar is None else bar.advance, parts=parts,
-    )  # fmt: skip
+    with together(target):
+        dump(
+            back_end, rows, folder, dtype=back_end.contract.dtype if target.dtype == torch.float32 else "bfloat16",
+            worker=(accelerator.process_index, accelerator.num_processes), shard_bytes=CACHE_SHARD_BYTES,
+            begin=begin, progress=None if bar is None else bar.advance, parts=parts,
+        )  # fmt: skip
     accelerator.wait_for_everyone()
     return OfflineSource(folder, FeatureContract.from_target(target, aux_layer_ids))
 

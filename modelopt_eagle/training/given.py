@@ -17,7 +17,7 @@ from modelopt_eagle.target import RunningTarget, TableTarget, Target
 from modelopt_eagle.target.load import load_tokenizer
 from modelopt_eagle.target.vision import vision_of
 
-LOADING_KEYS = ("revision", "attn_implementation", "trust_remote_code", "chat_template")
+LOADING_KEYS = ("revision", "attn_implementation", "trust_remote_code", "chat_template", "parallel", "shards")
 """Keys of ``model`` that say how a target is loaded, and so nothing about one that is loaded."""
 
 

@@ -12,6 +12,7 @@ from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.export.fitting import with_vocabulary, without_copy
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import RunningTarget, TableTarget, TargetIdentity
+from modelopt_eagle.target.shards import whole_layers
 from modelopt_eagle.training.data import RunData
 from modelopt_eagle.training.teacher_mass import teacher_mass
 
@@ -43,7 +44,8 @@ def new_head(
             )
         start = algorithm_of(config).from_target
         if start is not None:  # check_drafter has refused drafters without
-            start(module, target)
+            with whole_layers(target.layers[-len(module.layers) :]):
+                start(module, target)
     return module, line
 
 

@@ -41,9 +41,9 @@ def check_launch(environment: Mapping[str, str]) -> None:
     for variable, name in SHARDING.items():
         if environment.get(variable, "false").lower() in ("true", "1"):
             raise TrainingError(
-                f"accelerate is set to {name}, and nothing here is sharded: every process holds the target and the "
-                "head whole. Launch without it (accelerate launch --multi_gpu --num_processes N, or torchrun), or set "
-                "it off in `accelerate config`; training.context_parallel shares long sequences"
+                f"accelerate is set to {name}, and a recipe says how things are split here: model.parallel=fsdp splits "
+                "the target, training.context_parallel shares long sequences, the head stays whole. Launch without it "
+                "(accelerate launch --multi_gpu --num_processes N, or torchrun), or set it off in `accelerate config`"
             )
     if (steps := environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
         raise TrainingError(
@@ -57,7 +57,14 @@ def check_launch(environment: Mapping[str, str]) -> None:
         )
 
 
-def launch_lines(environment: Mapping[str, str], processes: int, device: str, shared: int = 1) -> list[str]:
+def launch_lines(
+    environment: Mapping[str, str],
+    processes: int,
+    device: str,
+    shared: int = 1,
+    split: str | None = None,
+    reason: str | None = None,
+) -> list[str]:
     """How many processes run, and what their launcher was told that has no effect.
 
     Args:
@@ -65,10 +72,15 @@ def launch_lines(environment: Mapping[str, str], processes: int, device: str, sh
         processes: how many there are.
         device: kind of device that each runs on.
         shared: processes that share a batch by positions.
+        split: how the target lies, where it is split over them.
+        reason: why it is split or not, where the recipe left that open.
     """
-    whole = ", each with the whole target and head" if processes > 1 else ""
+    whole = "" if processes == 1 else ", each with the whole target and head"
+    if split is not None:
+        whole = f", each with the whole head; the target is {split}"
     groups = f"; each batch is shared by {shared}" if shared > 1 else ""
     lines = [f"processes: {processes} on {device}{whole}{groups}"]
+    lines += [] if reason is None else [f"processes: {reason}"]
     launched_alone = "MASTER_PORT" in environment and "WORLD_SIZE" not in environment
     if processes == 1 and launched_alone and "ACCELERATE_USE_CPU" in environment:
         lines.append(

@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from modelopt_eagle.target import TableTarget, load_target, load_target_tables
 from modelopt_eagle.target.chat import RECORD_KEYS, chat_record
 from modelopt_eagle.target.load import architecture_of
 from modelopt_eagle.target.lora import TargetAdapter
+from modelopt_eagle.target.shards import PATIENCE, Shards, local_bytes
 from modelopt_eagle.training.budget import RunBudget
 from modelopt_eagle.training.checkpoint import RECIPE, CheckpointFolder, read_state
 from modelopt_eagle.training.context import ByPosition, check_processes, make_group
@@ -34,6 +34,7 @@ from modelopt_eagle.training.data import from_store, from_target, length_spread
 from modelopt_eagle.training.given import Given
 from modelopt_eagle.training.head import check_coverage, check_head, continued_head, new_head, rebuild_vocabulary
 from modelopt_eagle.training.own_share import own_share, own_share_line
+from modelopt_eagle.training.placement import Placement, gib, place_target
 from modelopt_eagle.training.prechecks import (
     check_launch,
     check_sizes,
@@ -45,9 +46,6 @@ from modelopt_eagle.training.prechecks import (
 from modelopt_eagle.training.states import AdaptedStates, check_adapters, make_adapter
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 from modelopt_eagle.training.streams import from_servers_or_filled_store
-
-PATIENCE = timedelta(hours=4)
-"""How long processes wait for each other; one of them may tokenise or compute features for long."""
 
 
 @dataclass
@@ -157,7 +155,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     given = given or Given()
     offline = not recipe.data.runs_target
     check_sizes(recipe, given)
-    target = load(recipe, accelerator.device) if given.target is None else given.target
+    placement = place_target(recipe, accelerator, given.target is not None)
+    target = load(recipe, accelerator.device, placement.shards) if given.target is None else given.target
     budget = None if recipe.training.run_budget_minutes is None else RunBudget(recipe, accelerator)
     use_chat_settings(recipe, target, accelerator.is_main_process, accelerator.wait_for_everyone)
     embedding, config = target.embedding_weight, target.config
@@ -202,8 +201,9 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     tables = TeacherTables.make(embedding, target.head, head.target_ids, accelerator.device)
     frozen = 0 if offline else sum(p.numel() for p in target.model.parameters())
     processes = launch_lines(
-        os.environ, accelerator.num_processes, accelerator.device.type, recipe.training.context_parallel
-    )
+        os.environ, accelerator.num_processes, accelerator.device.type, recipe.training.context_parallel,
+        *target_lines(placement, target),
+    )  # fmt: skip
     header = [*data.header, *processes, own_share_line(own_share(data.train)), vocabulary]
     adapter, states, sharing = None, None, None
     if recipe.target_lora.rank:
@@ -262,8 +262,25 @@ def check_drafter(recipe: Recipe) -> None:
     algorithm.check_recipe(recipe)
 
 
-def load(recipe: Recipe, device: torch.device) -> TableTarget:
-    """The target of a recipe: the model if the run makes features by it, else its tables on ``device``."""
+def target_lines(placement: Placement, target: TableTarget) -> tuple[str | None, str | None]:
+    """How a split target lies, ``None`` where each process has its own; and why, where the recipe left it open."""
+    shards, split = placement.shards, None
+    if shards is not None:
+        own, whole = local_bytes(target.model)  # type: ignore[attr-defined]
+        split = f"{shards.line} ({gib(own)} of {gib(whole)} in each)"
+    reason = None if placement.reason is None else f"model.parallel is auto: {placement.reason}"
+    return split, reason
+
+
+def load(recipe: Recipe, device: torch.device, shards: Shards | None = None) -> TableTarget:
+    """The target of a recipe: the model if the run makes features by it, else its tables on ``device``.
+
+    Args:
+        shards: processes that split the model between them; ``device`` is then this one's.
+    """
+    if recipe.data.runs_target and shards is not None:
+        arguments = recipe.model.load_arguments() | {"device": str(device)}
+        return load_target(**arguments, shards=shards)
     if recipe.data.runs_target:
         return load_target(**recipe.model.load_arguments())
     return load_target_tables(**recipe.model.table_arguments(device))

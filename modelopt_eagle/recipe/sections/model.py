@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from modelopt_eagle.recipe.sections.base import Section
+from modelopt_eagle.recipe.sections.base import Positive, Section
 
 
 class ModelSection(Section):
@@ -25,6 +25,17 @@ class ModelSection(Section):
     device: str = Field("auto", min_length=1, description="Where the target runs: `auto`, `cpu`, `cuda`, `cuda:1`, ...")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "sdpa", description="The target's attention in transformers."
+    )
+    parallel: Literal["auto", "none", "fsdp", "tensor"] = Field(
+        "auto",
+        description="How several processes hold the target: a copy in each (`none`), its layers in slices that are "
+        "gathered to run (`fsdp`), or its products in slices (`tensor`); `auto`: `none` where a copy fits each device, "
+        "else `fsdp` (docs/scaling.md).",
+    )
+    shards: Positive | None = Field(
+        None,
+        description="Processes that hold one copy of a split target together; null: all. The number of processes must "
+        "be a multiple of it.",
     )
     trust_remote_code: bool = Field(False, description="Run Python code that the target's repository ships.")
     draft_init: str | None = Field(

@@ -1,0 +1,170 @@
+"""A target that two gloo processes hold together, against whole copies and against one process."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelopt_eagle.errors import RecipeError, TargetError
+from modelopt_eagle.pipeline import why_unmeasured
+from modelopt_eagle.target import load_target
+from modelopt_eagle.training import placement, train
+from tests.training.runs import small_recipe, write_conversations
+from tests.training.split_processes import recipe
+from tests.training.test_distributed import launch
+
+SCRIPT = Path(__file__).with_name("split_processes.py")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """11 rows: with one row a batch the second process has nothing in its last micro-batch."""
+    return write_conversations(tmp_path_factory.mktemp("data") / "rows.jsonl", 11)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_target_dir, data, tmp_path_factory):
+    """Where two processes have run everything of the script."""
+    folder = tmp_path_factory.mktemp("split")
+    launch(tiny_target_dir, data, folder, script=SCRIPT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What each of the two processes found."""
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def weights(run):
+    return load_file(run / "checkpoint-6" / "model.safetensors")
+
+
+def test_a_split_target_gives_the_states_of_a_whole_one(found):
+    for states in (found[0]["states"], found[1]["states"]):
+        assert states["same"] and states["logits"] and states["identity"] and states["ends"]
+
+
+def test_each_process_holds_half_of_the_layers(found):
+    for states in (found[0]["states"], found[1]["states"]):
+        own, whole = states["layers"]
+        assert own * 2 == whole
+        assert states["model"] == [own + 2 * 256 * 64 * 4 + 64 * 4, whole + 2 * 256 * 64 * 4 + 64 * 4]  # tables, norm
+
+
+def test_processes_with_unequal_passes_leave_together(found):
+    assert [part["states"]["uneven"] for part in found] == [3, 1]
+
+
+def test_a_failure_in_one_process_is_told_by_all(found):
+    first, second = (part["states"]["failed"] for part in found)
+    assert second == "row 7 is broken"
+    assert first == "process 1 failed, so all end: EagleError: row 7 is broken"
+
+
+def test_training_with_a_split_target_is_training_with_copies(folder, found):
+    """Bit for bit: the layers are gathered whole before they run."""
+    copies, split = weights(folder / "whole"), weights(folder / "split")
+    assert all(torch.equal(copies[key], split[key]) for key in copies)
+    whole, ours = found[0]["whole"], found[0]["split"]
+    assert [entry["loss"] for entry in ours["history"]] == [entry["loss"] for entry in whole["history"]]
+    assert ours["evaluations"] == whole["evaluations"]
+
+
+def test_two_processes_fill_a_store_by_a_split_target_with_unequal_shares(folder, found):
+    """Six rows and five; the batches are others than in the step, so the last bits may differ."""
+    stored = found[0]["stored"]["history"]
+    assert [entry["loss"] for entry in stored] == pytest.approx(
+        [entry["loss"] for entry in found[0]["whole"]["history"]], abs=1e-5
+    )
+    shares = [json.loads(path.read_text()) for path in (folder / "stored" / "features").glob("manifest*.json")]
+    assert sorted(len(shard["indices"]) for share in shares for shard in share["shards"]) == [5, 6]
+
+
+def test_training_with_a_split_target_is_training_in_one_process(folder, found, tiny_target_dir, data, tmp_path):
+    one = train(recipe(tiny_target_dir, data, tmp_path / "one", "training.gradient_accumulation_steps=4"))
+    for ours, theirs in zip(found[0]["split"]["history"], one.history, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    for name, tensor in weights(tmp_path / "one").items():
+        torch.testing.assert_close(weights(folder / "split")[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+    ours, theirs = found[0]["split"]["evaluations"][-1], one.evaluations[-1]
+    assert ours["acceptance_length"] == theirs["acceptance_length"]
+    assert ours["drawn_length"] == pytest.approx(theirs["drawn_length"], abs=1e-5)
+
+
+def test_the_header_says_how_the_target_lies(found):
+    (line,) = [line for line in found[0]["split"]["header"] if line.startswith("processes")]
+    assert line == (
+        "processes: 2 on cpu, each with the whole head; the target is split by FSDP2 over 2 "
+        "(0.7 MiB of 1.3 MiB in each)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("data.offline_data_path=store",), "takes its features from elsewhere"),
+        (("data.offline_data_path=store", "data.on_missing=generate"), "fill the store by `modelopt-eagle dump`"),
+        (("target_lora.rank=4",), "set target_lora.rank: 0"),
+        (("model.device=cuda:1",), "model.device is cuda:1: set auto"),
+    ],
+)
+def test_what_a_split_target_cannot_do_is_refused_in_the_recipe(tmp_path, more, says):
+    with pytest.raises(RecipeError, match=says):
+        small_recipe("quickstart", "d", tmp_path, "model.parallel=fsdp", *more)
+
+
+class Launched:
+    """What an accelerator says to one of two processes."""
+
+    num_processes, device = 2, torch.device("cpu")
+
+    def reduce(self, tensor, how):
+        return tensor * 2
+
+
+def test_auto_splits_what_does_not_fit_each_process(tiny_target_dir, tmp_path, monkeypatch):
+    """The tiny target takes 1.3 MiB, its head in training 0.9 MiB."""
+    made = []
+    monkeypatch.setattr(placement.Shards, "make", lambda *given: made.append(given) or "shards")
+    monkeypatch.setattr(placement, "device_memory", lambda device, processes: 3 * 2**20)
+    chosen = placement.place_target(small_recipe(tiny_target_dir, "d", tmp_path), Launched())
+    assert chosen.shards is None and not made
+    assert chosen.reason == "a copy takes 1.3 MiB and the head 0.9 MiB of 3.0 MiB each, of which 80% may be used"
+    monkeypatch.setattr(placement, "device_memory", lambda device, processes: 2 * 2**20)
+    assert placement.place_target(small_recipe(tiny_target_dir, "d", tmp_path), Launched()).shards == "shards"
+    assert made == [("fsdp", 2, "cpu")]
+    adapted = placement.place_target(small_recipe(tiny_target_dir, "d", tmp_path, "target_lora.rank=2"), Launched())
+    assert adapted.shards is None and adapted.reason.endswith("and target_lora needs it whole")
+    with pytest.raises(RecipeError, match="model.shards is 3, and there are 2 processes"):
+        placement.place_target(small_recipe(tiny_target_dir, "d", tmp_path, "model.shards=3"), Launched())
+
+
+def test_a_target_that_does_not_fit_the_first_process_is_not_measured(tiny_target_dir, tmp_path, monkeypatch):
+    recipe = small_recipe(tiny_target_dir, "d", tmp_path)
+    assert why_unmeasured(recipe) is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert why_unmeasured(recipe) is None
+    monkeypatch.setattr(placement, "device_memory", lambda device, processes: 2**20 // processes)
+    assert "a copy takes 1.3 MiB and the head 0.2 MiB of 1.0 MiB here" in why_unmeasured(recipe)
+    assert why_unmeasured(small_recipe(tiny_target_dir, "d", tmp_path, "validation.mode=none")) is not None
+
+
+def test_quantised_weights_are_not_split(tiny_target_dir, tmp_path):
+    folder = tmp_path / "quantised"
+    shutil.copytree(tiny_target_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TargetError, match=r"is quantised \(fp8\), and such weights are not split"):
+        load_target(folder, shards="two")
+
+
+def test_one_process_splits_nothing(tiny_target_dir, data, tmp_path):
+    with pytest.raises(RecipeError, match="model.parallel: fsdp splits the target over processes, and there is one"):
+        train(small_recipe(tiny_target_dir, data, tmp_path, "model.parallel=fsdp"))
+    with pytest.raises(RecipeError, match="model.parallel is none: leave it out"):
+        small_recipe("quickstart", "d", tmp_path, "model.parallel=none", "model.shards=2")
