@@ -3,7 +3,7 @@
 import bisect
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from modelopt_eagle.errors import DataError
 
@@ -26,6 +26,7 @@ def plan_batches(
     max_tokens: int | None = None,
     window: int = 1,
     supervised: Sequence[int] | None = None,
+    without: Collection[int] = (),
 ) -> list[list[int]]:
     """Row numbers of each batch of one process in one epoch.
 
@@ -43,6 +44,7 @@ def plan_batches(
         max_tokens: tokens that a batch holds at most; ``None``: ``batch_size`` counts.
         window: batches of a process in an optimiser step, within which ``max_tokens`` levels them.
         supervised: tokens of each row that are learned, which cost more than the others; ``None``: all alike.
+        without: row numbers that this epoch has had already; the others keep their order.
 
     Returns:
         as many batches on every rank; an empty one where there is nothing for this rank in that step.
@@ -59,6 +61,8 @@ def plan_batches(
     order = list(range(len(lengths)))
     if shuffle:
         random.Random(f"{seed}/{epoch}").shuffle(order)
+    if without:
+        order = [row for row in order if row not in without]
     if max_tokens is not None:
         if (longest := max(lengths)) > max_tokens:
             raise DataError(f"a row of {longest} tokens does not fit into a batch of max_tokens {max_tokens}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -49,6 +49,7 @@ class FeatureSource(Protocol):
         shuffle: bool = True,
         max_tokens: int | None = None,
         window: int = 1,
+        without: Collection[int] = (),
     ) -> Iterator[FeatureBatch | None]:
         """Batches of one epoch for one rank; None where the rank has nothing in a step.
 
@@ -61,6 +62,7 @@ class FeatureSource(Protocol):
             shuffle: False keeps the order of the rows in every epoch.
             max_tokens: tokens of a batch, which ``batch_size`` then does not count.
             window: batches of an optimiser step, over which ``max_tokens`` levels the work of the ranks.
+            without: row numbers that the epoch has had already, when there were more processes or fewer.
         """
         ...
 
@@ -99,6 +101,7 @@ class PlannedSource(ABC):
         shuffle: bool = True,
         max_tokens: int | None = None,
         window: int = 1,
+        without: Collection[int] = (),
     ) -> Iterator[FeatureBatch | None]:
         """See :class:`FeatureSource`."""
         plan = self.plan(
@@ -111,6 +114,7 @@ class PlannedSource(ABC):
             shuffle=shuffle,
             max_tokens=max_tokens,
             window=window,
+            without=without,
         )
         yield from self._make_batches(plan)
 

@@ -52,7 +52,7 @@ class Checkpoint:
         folder, step: where it is, and the optimiser steps done.
         tensors: the head's ``state_dict``.
         optimizers: one ``state_dict`` an optimiser.
-        rng: random states of this process.
+        rng: random states of this process; ``None`` where fewer processes wrote it.
         state: ``trainer_state.json``.
         adapter: tensors of the target's adapters, or ``None``.
     """
@@ -61,7 +61,7 @@ class Checkpoint:
     step: int
     tensors: dict[str, Tensor]
     optimizers: list[dict]
-    rng: dict
+    rng: dict | None
     state: dict
     adapter: dict[str, Tensor] | None = None
 
@@ -194,11 +194,7 @@ class CheckpointFolder:
             remove(self.path(step))
 
     def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or ``None``; incomplete ones are named and passed over.
-
-        Raises:
-            CheckpointError: it was written by another number of processes.
-        """
+        """The newest complete checkpoint, or ``None``; incomplete ones are named and passed over."""
         found = [entry for entry in self.output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", entry.name)]
         for folder in sorted(found, key=lambda entry: -int(entry.name.rpartition("-")[2])):
             reason = incomplete(folder)
@@ -214,15 +210,9 @@ class CheckpointFolder:
             what it holds.
 
         Raises:
-            CheckpointError: it was written by another number of processes, or holds what no run of ours writes.
+            CheckpointError: it holds what no run of ours writes.
         """
         state = read_state(folder)
-        if state["world_size"] != self.world_size:
-            raise CheckpointError(
-                f"{folder} was written by {state['world_size']} processes, this run has {self.world_size}: the order "
-                f"of the data would change. Start {state['world_size']} processes, or train a new run from this head "
-                f"with model.draft_init={folder}"
-            )
         try:
             tensors = load_file(folder / WEIGHTS)
         except (OSError, SafetensorError) as error:
@@ -232,7 +222,7 @@ class CheckpointFolder:
             state["step"],
             tensors,
             _read_pickle(folder / OPTIMIZER, list),
-            _read_pickle(folder / f"rng-{self.rank}.pt", dict),
+            _read_pickle(folder / f"rng-{self.rank}.pt", dict) if self.rank < state["world_size"] else None,
             state,
             read_adapter(folder / ADAPTER)[1] if (folder / ADAPTER).is_dir() else None,
         )

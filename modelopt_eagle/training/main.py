@@ -60,7 +60,7 @@ def train(
     main, folder = accelerator.is_main_process, Path(recipe.training.output_dir)
     say_once = say if main else lambda line: None
     with shown(main and not quiet), held(folder) if main else contextlib.nullcontext():
-        claim_output(recipe, main)
+        claim_output(recipe, main, accelerator.num_processes)
         if main and (line := sweep(folder)) is not None:
             say(line)
         state = finished_state(recipe)

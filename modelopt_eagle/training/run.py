@@ -93,8 +93,15 @@ def make_accelerator(recipe: Recipe):
     )
 
 
-def claim_output(recipe: Recipe, is_main: bool = True) -> None:
+def claim_output(recipe: Recipe, is_main: bool = True, processes: int = 1) -> None:
     """Make sure that the output folder is new or holds a run of the same recipe, and write ``recipe.yaml``.
+
+    With another number of processes the micro-batches of a step may be others, too, if a step takes as many in all.
+
+    Args:
+        recipe: of the run.
+        is_main: this is the first process.
+        processes: how many there are.
 
     Raises:
         RecipeError: it holds a run of another recipe (each differing key is listed), or a run at all and
@@ -108,13 +115,27 @@ def claim_output(recipe: Recipe, is_main: bool = True) -> None:
                 f"training.resume is never and {folder} holds checkpoints of an earlier run: name another "
                 "training.output_dir, remove that one, or set training.resume=auto"
             )
-        if previous.is_file() and (differing := same_recipe(recipe, previous)):
+        differing = same_recipe(recipe, previous) if previous.is_file() else []
+        if differing and not (differing == [ACCUMULATION] and _steps_alike(recipe, previous, processes)):
             raise RecipeError(
                 f"{folder} holds a run of another recipe; differing: {_differences(recipe, previous, differing)}. Name "
                 "another training.output_dir, or give the same values to go on"
             )
     if is_main:
         dump_resolved(recipe, previous)
+
+
+ACCUMULATION = "training.gradient_accumulation_steps"
+
+
+def _steps_alike(recipe: Recipe, previous: Path, processes: int) -> bool:
+    """Whether a step takes as many micro-batches as in the newest checkpoint, over all processes."""
+    from modelopt_eagle.recipe import load_recipe
+
+    checkpoints = CheckpointFolder(recipe.training.output_dir)
+    wrote = read_state(checkpoints.path(checkpoints.steps()[-1]))["world_size"]
+    before = load_recipe(previous).training.gradient_accumulation_steps
+    return wrote * before == processes * recipe.training.gradient_accumulation_steps
 
 
 def _differences(recipe: Recipe, previous: Path, keys: list[str]) -> str:

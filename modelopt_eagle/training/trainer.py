@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from modelopt_eagle.errors import CheckpointError, TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
 from modelopt_eagle.training.acceptance import evaluate_files
 from modelopt_eagle.training.checkpoint import CheckpointFolder, set_rng_state
-from modelopt_eagle.training.course import batch_options, plan_course
+from modelopt_eagle.training.course import Stretch, batch_options, plan_course
 from modelopt_eagle.training.metrics import Meter
 from modelopt_eagle.training.optimizer import Schedule, build_optimizers, set_learning_rate
 from modelopt_eagle.training.progress import MetricLog, ProgressView, StopRequest, progress_text
@@ -45,6 +45,8 @@ class TrainerState:
             ``data.eval_path`` also ``by_file``, the same of each.
         best_step, best_value: of the best evaluation; ``None`` before the first.
         skipped: ``step, rows`` of every step left out because its loss or gradient was not finite.
+        before: stretches made by other numbers of processes, see :class:`~modelopt_eagle.training.course.Stretch`.
+        window: micro-batches of a step in each process.
         finished: whether training came to its end.
         provenance: what the features were made from.
         header: lines about data, target and head, as printed at the first start.
@@ -57,6 +59,8 @@ class TrainerState:
     best_step: int | None = None
     best_value: float | None = None
     skipped: list[dict] = field(default_factory=list)
+    before: list[dict] = field(default_factory=list)
+    window: int = 0
     finished: bool = False
     provenance: dict = field(default_factory=dict)
     header: list[str] = field(default_factory=list)
@@ -127,7 +131,9 @@ class Trainer:
             self.output_dir, self.settings.save_total_limit, rank=self.rank, world_size=self.world,
             barrier=accelerator.wait_for_everyone, say=self.view.say,
         )  # fmt: skip
-        self.state = TrainerState(provenance=run.provenance, header=run.header)
+        self.state = TrainerState(
+            provenance=run.provenance, header=run.header, window=self.settings.gradient_accumulation_steps
+        )
         self.meter = Meter(self.step.decay, accelerator)
         self.grad_norm: Tensor | None = None
         self.learning_rate = 0.0
@@ -170,8 +176,8 @@ class Trainer:
             self.save()
             return
         known = asdict(self.state)
-        known["skipped"] = found.state.get("skipped", [])  # checkpoints of before it was counted
-        if missing := [name for name in known if name not in {**found.state, "skipped": []}]:
+        later = {"skipped": [], "before": [], "window": known["window"]}  # which older checkpoints do not have
+        if missing := [name for name in known if name not in {**later, **found.state}]:
             raise CheckpointError(f"{found.folder}: its state has no {', '.join(missing)}; remove this checkpoint")
         check_provenance(found.folder, found.state["provenance"], self.run.provenance)
         self.step.module.load_state_dict(found.tensors)
@@ -180,11 +186,35 @@ class Trainer:
             self.run.adapter.load(found.adapter)
         for optimizer, state in zip(self.optimizers, found.optimizers, strict=True):
             optimizer.load_state_dict(state)
-        set_rng_state(found.rng)
+        if found.rng is not None:
+            set_rng_state(found.rng)
         self.state = TrainerState(**{name: found.state.get(name, known[name]) for name in known})
+        self.go_on_with(found.state["world_size"])
         self.saved_step = self.state.step
         if self.state.step:
             self.view.say(f"going on from {found.folder} (step {self.state.step} of {self.schedule.total_steps})")
+
+    def go_on_with(self, processes: int) -> None:
+        """Plan what is left for the processes of now, where others made what is done.
+
+        Args:
+            processes: that wrote the checkpoint.
+        """
+        state, window = self.state, self.settings.gradient_accumulation_steps
+        shares = max(1, processes // self.settings.context_parallel)
+        begun = state.before[-1]["until"] if state.before else 0
+        if (shares, state.window) != (self.data_world, window) and state.step > begun:
+            state.before.append(asdict(Stretch(shares, state.window, state.step)))
+        if shares * state.window != self.data_world * window and state.step:
+            self.view.say(
+                f"processes: {self.world} in place of {processes}; a step takes {self.data_world * window} batches from "
+                f"here on, {shares * state.window} before (training.gradient_accumulation_steps keeps it alike)"
+            )
+        state.window = window
+        if state.before and not state.finished:
+            before = [Stretch(**part) for part in state.before]
+            self.course = plan_course(self.recipe, self.run.source, self.data_world, before)
+            self.schedule = replace(self.schedule, total_steps=self.course.total)
 
     def windows(self) -> Iterator[tuple[int, list]]:
         """``(step, its micro-batches)`` of every step that is left; a window never reaches into the next epoch."""
@@ -194,6 +224,7 @@ class Trainer:
             batches = self.run.source.batches(
                 epoch, seed=self.settings.seed, rank=self.data_rank, world_size=self.data_world, start=done * size,
                 shuffle=self.recipe.data.shuffle, **batch_options(self.settings, size),
+                **({"without": had} if (had := self.course.left_out(epoch)) else {}),
             )  # fmt: skip
             with contextlib.closing(batches):
                 for _ in range(left):
@@ -204,7 +235,7 @@ class Trainer:
     def go_on(self, index: int, window: list) -> bool:
         """Agree with all processes on what this step counts, the time, and whether to stop; False to stop."""
         counted = [
-            self.step.count_positions(batch, self.generator(index, place, self.data_rank))
+            self.step.count_positions(batch, self.generator(index, place * self.data_world + self.data_rank))
             for place, batch in enumerate(window)
         ]
         self.window_counts = sum(
@@ -241,7 +272,8 @@ class Trainer:
             last = place == len(window) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped):
                 more = self.step.options(index, place, self.data_rank)
-                output = self.wrapped(batch, self.normalizers, self.generator(index, place, self.rank), steps, **more)
+                generator = self.generator(index, place * self.world + self.rank)
+                output = self.wrapped(batch, self.normalizers, generator, steps, **more)
                 # data-parallel wrappers average gradients over processes, the loss is already a share of the sum
                 self.accelerator.backward(output.loss * self.world)
             outputs.append(output)
@@ -280,13 +312,14 @@ class Trainer:
             self.view.say(f"step {self.state.step}: no longer acceptance length in {since} evaluations, training ends")
         return since >= patience
 
-    def generator(self, index: int, place: int, rank: int) -> torch.Generator:
-        """Randomness of a micro-batch, a function of seed, step, place and process: the same after a resume.
+    def generator(self, index: int, number: int) -> torch.Generator:
+        """Randomness of a micro-batch, a function of seed, step and its number: the same after a resume.
 
         Args:
-            rank: this process, or for what is drawn alike by all processes that share a batch, their share of the data.
+            number: of the micro-batch in its step, over all processes, or over their shares of the data for what those
+                that share a batch draw alike; so that other numbers of processes draw the same.
         """
-        seed = (((self.settings.seed * 1_000_003 + index) * 1_009 + place) * 1_013 + rank) % 2**63
+        seed = ((self.settings.seed * 1_000_003 + index) * 1_009 + number) * 1_013 % 2**63
         return torch.Generator(self.accelerator.device).manual_seed(seed)
 
     def after_step(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from modelopt_eagle.data import plan_batches
+from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.training import train
+from modelopt_eagle.training.trainer import Trainer
 from tests.training.runs import small_recipe, write_conversations
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
@@ -75,23 +79,70 @@ def test_two_processes_train_as_one_does(tiny_target_dir, data, tmp_path, two_pr
         torch.testing.assert_close(weights(two_processes)[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_resume_on_two_processes_is_bit_equal(tiny_target_dir, data, tmp_path, two_processes):
-    """The signal reaches one process; both stop after the same step and go on together."""
-    said = launch(tiny_target_dir, data, tmp_path / "cut", "--stop-at", 2, *ACCUMULATED, *IN_PARTS)
-    assert "stopped at step 2" in said and not (tmp_path / "cut" / "checkpoint-6").exists()
-    folder = tmp_path / "cut" / "checkpoint-2"
+@pytest.fixture(scope="module")
+def cut(tiny_target_dir, data, tmp_path_factory):
+    """The same run, stopped after 2 of its 6 steps by a signal that reaches one process."""
+    output = tmp_path_factory.mktemp("cut") / "run"
+    said = launch(tiny_target_dir, data, output, "--stop-at", 2, *ACCUMULATED, *IN_PARTS)
+    assert "stopped at step 2" in said and not (output / "checkpoint-6").exists()
+    folder = output / "checkpoint-2"
     assert (folder / "rng-0.pt").is_file() and (folder / "rng-1.pt").is_file()
-    refused = train_alone(tiny_target_dir, data, tmp_path / "cut")
-    assert "written by 2 processes, this run has 1" in refused
-    assert "going on from" in launch(tiny_target_dir, data, tmp_path / "cut", *ACCUMULATED, *IN_PARTS)
-    whole, resumed = weights(two_processes), weights(tmp_path / "cut")
+    return output
+
+
+def copy_of(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run", symlinks=True)
+
+
+def test_resume_on_two_processes_is_bit_equal(tiny_target_dir, data, tmp_path, two_processes, cut):
+    """Both stop after the same step and go on together."""
+    run = copy_of(cut, tmp_path)
+    assert "going on from" in launch(tiny_target_dir, data, run, *ACCUMULATED, *IN_PARTS)
+    whole, resumed = weights(two_processes), weights(run)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def train_alone(*arguments):
-    """What one process says to the checkpoint of two."""
-    from modelopt_eagle.errors import CheckpointError
+def rows_read(recipe, monkeypatch):
+    """Train; the rows of each step's micro-batches, in their order."""
+    rows, original = [], Trainer.windows
 
-    with pytest.raises(CheckpointError) as error:
-        train(small_recipe(*arguments, *ACCUMULATED, *IN_PARTS))
-    return str(error.value)
+    def windows(self):
+        for index, window in original(self):
+            rows.append([row for batch in window if batch is not None for row in batch.row_ids])
+            yield index, window
+
+    monkeypatch.setattr(Trainer, "windows", windows)
+    return train(recipe), rows
+
+
+def order(epoch):
+    """The rows of an epoch in the order in which every number of processes reads them."""
+    return [f"row-{n}" for (n,) in plan_batches([1] * 11, batch_size=1, seed=0, epoch=epoch)]
+
+
+def test_one_process_goes_on_where_two_stopped(tiny_target_dir, data, tmp_path, monkeypatch, two_processes, cut):
+    """With twice the accumulation a step is what it was: the same rows, and the same weights but for rounding."""
+    more = ("training.batch_size=1", "training.gradient_accumulation_steps=4", *IN_PARTS)
+    result, rows = rows_read(small_recipe(tiny_target_dir, data, copy_of(cut, tmp_path), *more), monkeypatch)
+    assert rows == [order(0)[8:], order(1)[:4], order(1)[4:8], order(1)[8:]]
+    assert result.steps == 6 and result.history[-1]["epoch"] == 2
+    for name, tensor in weights(two_processes).items():
+        torch.testing.assert_close(weights(tmp_path / "run")[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_one_process_with_smaller_steps_reads_the_rows_that_are_left(
+    tiny_target_dir, data, tmp_path, monkeypatch, capsys, cut
+):
+    recipe = small_recipe(tiny_target_dir, data, copy_of(cut, tmp_path), *ACCUMULATED, *IN_PARTS)
+    result, rows = rows_read(recipe, monkeypatch)
+    assert [row for step in rows for row in step] == order(0)[8:] + order(1)
+    assert result.steps == 2 + 2 + 6 and result.finished
+    assert "processes: 1 in place of 2; a step takes 2 batches from here on, 4 before" in capsys.readouterr().err
+
+
+def test_other_accumulation_is_refused_where_a_step_would_take_another_number(tiny_target_dir, data, tmp_path, cut):
+    recipe = small_recipe(
+        tiny_target_dir, data, copy_of(cut, tmp_path), "training.batch_size=1", "training.gradient_accumulation_steps=3"
+    )
+    with pytest.raises(RecipeError, match="gradient_accumulation_steps was 2, is 3"):
+        train(recipe)
