@@ -205,10 +205,11 @@ class Trainer:
         begun = state.before[-1]["until"] if state.before else 0
         if (shares, state.window) != (self.data_world, window) and state.step > begun:
             state.before.append(asdict(Stretch(shares, state.window, state.step)))
-        if shares * state.window != self.data_world * window and state.step:
+        now, then = self.data_world * window, shares * state.window
+        if now != then and state.step:
             self.view.say(
-                f"processes: {self.world} in place of {processes}; a step takes {self.data_world * window} batches from "
-                f"here on, {shares * state.window} before (training.gradient_accumulation_steps keeps it alike)"
+                f"processes: {self.world} in place of {processes}; from here on a step takes {now} batches, {then} "
+                "before (training.gradient_accumulation_steps keeps it alike)"
             )
         state.window = window
         if state.before and not state.finished:

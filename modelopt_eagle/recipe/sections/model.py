@@ -30,7 +30,7 @@ class ModelSection(Section):
         "auto",
         description="How several processes hold the target: a copy in each (`none`), its layers in slices that are "
         "gathered to run (`fsdp`), or its products in slices (`tensor`); `auto`: `none` where a copy fits each device, "
-        "else `fsdp` (docs/scaling.md).",
+        "else `fsdp`.",
     )
     shards: Positive | None = Field(
         None,
