@@ -145,7 +145,7 @@ class Recipe(Section):
     def _check_split_target(self) -> None:
         """A split target is run by all of its processes together."""
         kind, device = self.model.parallel, self.model.device
-        if kind not in ("fsdp", "tensor"):
+        if kind != "fsdp":
             need(
                 self.model.shards is None or kind == "auto",
                 "model.shards says how many processes hold a split target, and model.parallel is none: leave it out",
@@ -166,19 +166,6 @@ class Recipe(Section):
             f"{where}: target_lora learns inside the target, and a split one has no gradient: set target_lora.rank: 0",
         )
         need(":" not in device, f"{where}: each process takes its own device, and model.device is {device}: set auto")
-        if kind == "tensor":
-            need(
-                self.data.cache_features != "disk",
-                f"{where}: data.cache_features: disk gives each process rows of its own: set memory, none or fsdp",
-            )
-            need(
-                self.training.context_parallel == 1,
-                f"{where} and training.context_parallel both share a batch over processes: use model.parallel: fsdp",
-            )
-            need(
-                self.eagle.init == "random",
-                f"{where}: eagle.init: target copies whole layers: use model.parallel: fsdp, or init: random",
-            )
 
     def _check_drafted_tokens(self) -> None:
         """A tree cannot branch wider than the draft vocabulary."""

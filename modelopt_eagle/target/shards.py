@@ -29,7 +29,7 @@ class Shards:
     """The processes that hold one copy of a target.
 
     Attributes:
-        kind: ``fsdp`` (each layer in slices, gathered to run) or ``tensor`` (each product in slices).
+        kind: ``fsdp``, each layer in slices that are gathered to run.
         rank, size: place of this process among those of its copy, and how many they are.
         copies: how many such groups there are.
         mesh: the group as a one-dimensional ``DeviceMesh``.
@@ -48,7 +48,7 @@ class Shards:
         """Groups of ``size`` neighbouring processes; every process of the launch calls this.
 
         Args:
-            kind: ``fsdp`` or ``tensor``.
+            kind: ``fsdp``.
             size: a divisor of the number of processes.
             device_type: ``cpu``, ``cuda``, ...
         """
@@ -68,9 +68,8 @@ class Shards:
     @property
     def line(self) -> str:
         """How the target lies, for the head of a run."""
-        how = "FSDP2" if self.kind == "fsdp" else "tensor parallelism"
         copies = "" if self.copies == 1 else f", {self.copies} such copies"
-        return f"split by {how} over {self.size}{copies}"
+        return f"split by FSDP2 over {self.size}{copies}"
 
 
 class Lockstep:
