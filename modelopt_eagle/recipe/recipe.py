@@ -165,6 +165,11 @@ class Recipe(Section):
             self.target_lora.rank == 0,
             f"{where}: target_lora learns inside the target, and a split one has no gradient: set target_lora.rank: 0",
         )
+        need(
+            self.training.run_budget_minutes is None or self.data.cache_features != "disk",
+            f"{where}: training.run_budget_minutes with data.cache_features: disk lets each process make parts of its "
+            "own, and a split target runs in all of them together: set cache_features: memory",
+        )
         need(":" not in device, f"{where}: each process takes its own device, and model.device is {device}: set auto")
 
     def _check_drafted_tokens(self) -> None:

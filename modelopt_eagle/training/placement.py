@@ -80,6 +80,8 @@ def not_split(recipe: Recipe) -> str | None:
         return "target_lora needs it whole"
     if recipe.data.fills_store:
         return "data.on_missing: generate needs it whole"
+    if recipe.training.run_budget_minutes is not None and recipe.data.cache_features == "disk":
+        return "training.run_budget_minutes with data.cache_features: disk needs it whole"
     if ":" in model.device:
         return f"model.device is {model.device} for all"
     config = load_config(resolve(model.base_model), model.revision, model.trust_remote_code)
