@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,11 @@ def compare_texts(
             gap = logit_gap(target, prompt + a[:position], tokens)
             found.append(Divergence(name, between, position, tokens, gap, gap < TIE))
     return found
+
+
+def up_to_end(text: list[int], ends: Collection[int]) -> list[int]:
+    """A text up to its first end token, which is kept."""
+    return text[: next((place + 1 for place, token in enumerate(text) if token in ends), len(text))]
 
 
 def per_position(counts: list[int], drafts: int, steps: int) -> list[float]:
@@ -246,7 +251,11 @@ class ServingCheck:
         return self._plain
 
     def ours(self, head) -> tuple[list[list[int]], list[int], int]:
-        """This toolkit's answers with a head, the drafts that accepted at least 1, 2, … tokens, and all drafts."""
+        """This toolkit's answers with a head, the drafts that accepted at least 1, 2, … tokens, and all drafts.
+
+        Engines count all accepted tokens of a draft, also those behind a token that ends the answer, which our
+        generator leaves out. So it decodes on here, and answers and rounds end afterwards.
+        """
         from modelopt_eagle.decoding.generator import PseudoSpeculativeGenerator
 
         self.say(f"our generator: {len(self.prompts)} prompts")
@@ -255,11 +264,17 @@ class ServingCheck:
         counts, drafts = [0] * self.steps, 0
         for start in range(0, len(self.prompts), self.batch_size):
             output = generator.generate(
-                self.prompts[start : start + self.batch_size], max_new_tokens=self.max_new_tokens
+                self.prompts[start : start + self.batch_size], max_new_tokens=self.max_new_tokens, eos_token_id=[]
             )
-            tokens += output.tokens
-            drafts += output.steps
-            counts = [a + b for a, b in zip(counts, output.accepted_per_position, strict=True)]
+            for text, accepted in zip(output.tokens, output.accepted_lengths, strict=True):
+                answer = up_to_end(text, self.target.end_token_ids)
+                tokens.append(answer)
+                known = 1  # the prompt's own pass gives the first token
+                for count in accepted:
+                    if known >= len(answer):
+                        break
+                    drafts, known = drafts + 1, known + count + 1
+                    counts = [number + (place < count) for place, number in enumerate(counts)]
         return tokens, counts, drafts
 
     def check(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from modelopt_eagle.errors import ExportError
+from modelopt_eagle.errors import ExportError, StreamError
 from modelopt_eagle.export.engines import ENGINES
 from modelopt_eagle.features.engines.vllm import free_port
 
@@ -60,7 +60,8 @@ def serve_engine(python: Path, engine: str, job: dict[str, Any], timeout: float 
         its address, as soon as it answers.
 
     Raises:
-        ExportError: it ended before it served (the end of its output is in the message), or took too long.
+        ExportError: it ended before it served, or took too long; at the end of the block: it ended by itself while it
+            served. The end of its output is in the message.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -72,6 +73,11 @@ def serve_engine(python: Path, engine: str, job: dict[str, Any], timeout: float 
                 [str(python), str(SERVERS[engine]), str(paths[0])], env=engine_environment(python), cwd=folder,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+
+        def ended(words: str) -> ExportError:
+            said = paths[1].read_text(encoding="utf-8", errors="replace")
+            return ExportError(f"{engine} {words}; the end of its output:\n  {last_lines(said)}")
+
         try:
             until = time.monotonic() + timeout
             while not _answers(f"{url}/health"):
@@ -82,9 +88,15 @@ def serve_engine(python: Path, engine: str, job: dict[str, Any], timeout: float 
                     continue
                 else:
                     words = f"did not serve within {timeout:.0f} s"
-                said = paths[1].read_text(encoding="utf-8", errors="replace")
-                raise ExportError(f"{engine} {words}; the end of its output:\n  {last_lines(said)}")
-            yield url
+                raise ended(words)
+            try:
+                yield url
+            except StreamError as error:
+                if process.poll() is None:
+                    raise
+                raise ended(f"ended with exit code {process.returncode} while it served") from error
+            if process.poll() is not None:
+                raise ended(f"ended with exit code {process.returncode} while it served")
         finally:
             _end(process)
 

@@ -17,7 +17,7 @@ from tests.export.conftest import build_head
 
 SERVER = '''#!{python}
 """Takes llama-server's command line, checks its files, and answers as the server of the tests does."""
-import sys, time
+import os, sys, time
 sys.path.insert(0, {root!r})
 from tests.serving.fake_server import FakeServer
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
@@ -25,8 +25,13 @@ with open({log!r}, "a") as stream:
     print(" ".join(sys.argv[1:]), file=stream)
 for key in ("--model", "--model-draft"):
     assert key not in given or open(given[key], "rb").read(4) == b"GGUF", key
-FakeServer("llama_cpp", drafts="--model-draft" in given, port=int(given["--port"]))
-time.sleep(60)
+server = FakeServer("llama_cpp", delay=0.05, drafts="--model-draft" in given, port=int(given["--port"]))
+most = int(open({dies!r}).read()) if "--model-draft" in given and os.path.exists({dies!r}) else 10**6
+for _ in range(6000):
+    time.sleep(0.01)
+    if len(server.asked) > most:
+        print("ggml: out of memory", flush=True)
+        os._exit(9)
 '''
 
 
@@ -62,7 +67,9 @@ def there(tmp_path_factory):
     words_file(root / "target.gguf")
     (root / "bin").mkdir()
     (root / "bin/python").symlink_to(sys.executable)
-    text = SERVER.format(python=sys.executable, root=str(Path(__file__).parents[2]), log=str(root / "asked"))
+    text = SERVER.format(
+        python=sys.executable, root=str(Path(__file__).parents[2]), log=str(root / "asked"), dies=str(root / "dies")
+    )
     (root / "bin/llama-server").write_text(text)
     (root / "bin/llama-server").chmod(0o755)
     (root / "q.jsonl").write_text(json.dumps({"question": "one", "answer": "1"}))
@@ -94,6 +101,25 @@ def test_both_servers_are_started_with_the_files_and_counted(there, capsys):
     assert "--model-draft" not in plain
     assert f"--model-draft {there}/gguf/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 2" in headed
     assert "--spec-draft-p-min 0" in headed and "starting llama.cpp with the head" in capsys.readouterr().err
+
+
+def test_a_server_that_dies_in_the_middle_leaves_what_was_measured_and_its_last_words(there, tmp_path, capsys):
+    rows = [{"question": f"slow {n}", "answer": "1"} for n in range(30)]
+    (tmp_path / "many.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (there / "dies").write_text("6")
+    try:
+        code = measure(there, "gguf", "target.gguf", "--prompts", str(tmp_path / "many.jsonl"), "--num_samples", "20")
+    finally:
+        (there / "dies").unlink()
+    found = json.loads((there / "b.json").read_text())
+    plain, headed = found["sides"]
+    assert code == 1 and not found["whole"] and plain["stopped"] == ""
+    assert (plain["rows"][0]["answered"], plain["rows"][0]["whole"]) == (20, True)
+    row = headed["rows"][0]
+    assert 2 <= row["answered"] <= 4 and row["failed"] >= 10 and row["speedup"] is None and not row["whole"]
+    assert row["answered"] + row["failed"] + sum(row["not_asked"].values()) == 20
+    assert "llama_cpp ended with exit code 9 while it served" in headed["stopped"]
+    assert "ggml: out of memory" in headed["stopped"] and headed["stopped"] in capsys.readouterr().out
 
 
 def test_a_folder_is_written_as_a_file_and_the_target_is_unpacked(there, monkeypatch):
