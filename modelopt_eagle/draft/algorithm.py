@@ -195,9 +195,12 @@ class Algorithm:
         settings: recipe to what :attr:`plan` and :attr:`states` read of it; for most the section ``eagle``.
         depths: settings to K, the drafted tokens that are trained.
         plan: ``(view, settings, generator or None)`` to the predictions of a batch that are to be learned. It runs
-            before the head does, on every process that shares the batch alike.
+            before the head does, on every process that shares the batch alike, over ids, masks and documents on the
+            CPU, and draws from a generator of the CPU: planning asks no device.
         states: ``(module, view, predictions, settings, generator or None)`` to states ``[n, H]`` after the head's last
             norm, in the order of the predictions. A process that has none of them still takes part in what is gathered.
+            Lists of indices whose lengths depend on the data are made on the CPU, of ``predictions.on_host()`` and
+            ``view.on_host()``, and sent to the device (:func:`~modelopt_eagle.draft.documents.upload`).
         drafts: ``(module, view, steps)`` to the predictions and states of every draft of ``steps`` tokens that a
             decoder could ask for within the answers: what the acceptance walk reads.
         drafter: ``(module, target embedding, plan, recorder or None)`` to a :class:`Drafter`.

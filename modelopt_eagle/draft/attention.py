@@ -9,11 +9,12 @@ nothing of size S x S exists. :func:`dense_column_attention` is the plain refere
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from modelopt_eagle.draft.documents import Documents
+from modelopt_eagle.draft.documents import Documents, upload
 from modelopt_eagle.kernels.column_attention import dense_column_attention as dense
 
 MAX_QUERIES = {"cpu": 64}
@@ -32,18 +33,33 @@ class QueryPlan:
     Attributes:
         rows: ``[n]`` int64 flat index of each anchor, ascending.
         starts: ``[n]`` int64 flat index of the first token of its document.
-        chunks: ``(first query, last query + 1, first key, last key + 1)`` for each chunk.
+        host: the plan on the CPU, from which chunks are cut; ``None`` for one that lies there, or was made elsewhere.
     """
 
     rows: Tensor
     starts: Tensor
-    chunks: tuple[tuple[int, int, int, int], ...]
+    host: QueryPlan | None = None
 
     @classmethod
     def make(cls, rows: Tensor, starts: Tensor) -> QueryPlan:
-        """Cut the queries into chunks of at most ``MAX_QUERIES`` rows and ``MAX_SCORES`` pairs; returns the plan."""
-        most = MAX_QUERIES.get(rows.device.type, MAX_QUERIES_ELSEWHERE)
-        ends, begins = rows.tolist(), starts.tolist()
+        """The plan of queries whose ranges are known."""
+        return cls(rows, starts)
+
+    def to(self, device) -> QueryPlan:
+        """A plan that was made on the CPU, on a device."""
+        if self.rows.device == torch.device(device):
+            return self
+        return QueryPlan(upload(self.rows, device), upload(self.starts, device), self)
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, int, int, int], ...]:
+        """``(first query, last query + 1, first key, last key + 1)`` of each chunk of the plain code.
+
+        A chunk has at most ``MAX_QUERIES`` rows and ``MAX_SCORES`` pairs.
+        """
+        most = MAX_QUERIES.get(self.rows.device.type, MAX_QUERIES_ELSEWHERE)
+        known = self if self.host is None else self.host
+        ends, begins = known.rows.tolist(), known.starts.tolist()
         chunks: list[tuple[int, int, int, int]] = []
         first = 0
         while first < len(ends):
@@ -56,7 +72,7 @@ class QueryPlan:
                 last += 1
             chunks.append((first, last, begins[first], ends[last - 1] + 1))
             first = last
-        return cls(rows, starts, tuple(chunks))
+        return tuple(chunks)
 
     def mask(self, first: int, last: int, low: int, high: int) -> Tensor:
         """``[queries, keys]`` bool of one chunk: true where the key is seen."""

@@ -23,8 +23,9 @@ def counted_anchors(documents: Documents, supervised: Tensor, step: int, convent
 
 
 def counted_predictions(view: BatchView, depths: int, convention: str) -> Predictions:
-    """All that the convention counts in a batch, by depth and then by anchor."""
-    everyone = torch.arange(len(view.input_ids), device=view.input_ids.device)  # [N]
-    masks = [counted_anchors(view.documents, view.supervised, step, convention, everyone) for step in range(depths)]
+    """All that the convention counts in a batch, by depth and then by anchor; found on the CPU, moved to the view's."""
+    host = view.on_host()
+    everyone = torch.arange(len(host.input_ids))  # [N]
+    masks = [counted_anchors(host.documents, host.supervised, step, convention, everyone) for step in range(depths)]
     depth, anchor = torch.stack(masks).nonzero(as_tuple=True)  # [n] each
-    return Predictions(anchor, depth, anchor + 1 + depth, depths)
+    return Predictions(anchor, depth, anchor + 1 + depth, depths).to(view.input_ids.device)

@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+def upload(tensor: Tensor, device) -> Tensor:
+    """A CPU tensor on a device, by way of pinned memory, so that nobody waits for what the device still has to do."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Documents:
     """Where documents begin and end on the flat token axis.
@@ -36,6 +43,14 @@ class Documents:
         stops = torch.cat((begins[1:], begins.new_tensor([batch * length])))
         return cls(begins[run], stops[run], flat >= 0)
 
+    def to(self, device) -> Documents:
+        """The same on a device; itself where it is there."""
+        if self.starts.device == torch.device(device):
+            return self
+        if torch.device(device).type == "cpu":
+            return Documents(self.starts.cpu(), self.ends.cpu(), self.real.cpu())
+        return Documents(*(upload(part, device) for part in (self.starts, self.ends, self.real)))
+
     @property
     def positions(self) -> Tensor:
         """``[N]`` int64 position within the document."""
@@ -51,10 +66,12 @@ class WholeAxis:
 
     Attributes:
         tokens: ``[m]`` int64 the flat tokens whose rows are computed here, ascending: all N.
+        host_tokens: the same on the CPU.
     """
 
     def __init__(self, length: int, device):
         self.tokens = torch.arange(length, device=device)
+        self.host_tokens = self.tokens if self.tokens.device.type == "cpu" else torch.arange(length)
 
     def local(self, rows: Tensor) -> Tensor:
         """Where flat rows lie among ``tokens``; -1 for those of other processes."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from modelopt_eagle.draft.documents import Documents
+from modelopt_eagle.draft.predictions import HostTokens
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.target.identity import same_revision
 from modelopt_eagle.target.like import RunningTarget
@@ -299,6 +301,8 @@ class FeatureBatch:
         target_logsumexp: [1, N] float32 or None.
         row_ids: conversation ids in packing order.
         contract: how the features were made.
+        host: ids, flags and documents on the CPU as well, for a batch that lies on a device, so that planning a step
+            does not wait for it; ``None`` on the CPU, or where they have to be fetched.
     """
 
     input_ids: Tensor
@@ -310,6 +314,17 @@ class FeatureBatch:
     target_logsumexp: Tensor | None
     row_ids: list[str]
     contract: FeatureContract
+    host: HostTokens | None = None
+
+    def on_host(self) -> HostTokens:
+        """Ids, flags and documents on the CPU; fetched from the device where nobody kept them."""
+        if self.host is not None:
+            return self.host
+        top1 = None
+        if self.target_top1 is not None and self.target_top1.device.type == "cpu":
+            top1 = self.target_top1[0]
+        documents = Documents.make(1, self.num_tokens, self.document_ids.cpu(), "cpu")
+        return HostTokens(self.input_ids[0].cpu(), self.supervised[0].cpu(), documents, top1)
 
     def to(self, device=None, dtype: torch.dtype | None = None) -> FeatureBatch:
         """Move all tensors to ``device`` and cast the two states to ``dtype``, in a new batch, which is returned."""
@@ -317,8 +332,12 @@ class FeatureBatch:
         def move(tensor, cast=None):
             return None if tensor is None else tensor.to(device=device, dtype=cast, non_blocking=True)
 
+        host = self.host
+        if host is None and self.input_ids.device.type == "cpu" and torch.device(device or "cpu").type != "cpu":
+            host = self.on_host()
         return replace(
             self,
+            host=host,
             input_ids=move(self.input_ids),
             supervised=move(self.supervised),
             document_ids=move(self.document_ids),
@@ -332,6 +351,19 @@ class FeatureBatch:
     def num_tokens(self) -> int:
         """N, tokens of all rows."""
         return int(self.input_ids.shape[1])
+
+
+def tokens_of(rows: Sequence[Any]) -> HostTokens:
+    """What is known of a batch before its features are made: its rows packed, on the CPU.
+
+    Args:
+        rows: tokenised rows with ``input_ids`` and ``supervised``.
+    """
+    ids = torch.cat([torch.as_tensor(row.input_ids, dtype=torch.int64) for row in rows])  # [N]
+    supervised = torch.cat([torch.as_tensor(row.supervised, dtype=torch.bool) for row in rows])  # [N]
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    number = torch.repeat_interleave(torch.arange(len(rows)), lengths)  # [N]
+    return HostTokens(ids, supervised, Documents.make(1, len(ids), number[None], "cpu"))
 
 
 def collate(

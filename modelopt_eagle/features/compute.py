@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from modelopt_eagle.draft.documents import upload
 from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.batch import FeatureRow, predicting_positions
 from modelopt_eagle.features.pictures import has_images, picture_states
@@ -91,6 +92,13 @@ def compute_features(
     """
     if any(map(has_images, rows)):
         return _with_pictures(target, rows, aux_layer_ids, prefix, gradient)
+    made = _made(target, rows, aux_layer_ids, prefix, gradient)
+    check_finite(made)
+    return made
+
+
+def _made(target, rows: Sequence, aux_layer_ids, prefix: CommonPrefix | None, gradient: bool) -> list[FeatureRow]:
+    """The same for rows without images, unchecked: no device is asked for anything."""
     begun = 0 if prefix is None else len(prefix)
     lengths = [len(row.input_ids) - begun for row in rows]
     longest = max(lengths)
@@ -98,16 +106,15 @@ def compute_features(
         held: dict[int, FeatureRow] = {}
         for group in length_batches(lengths, int(most)):
             some = [rows[i] for i in group]
-            made = compute_features(target, some, aux_layer_ids, prefix=prefix, gradient=gradient)
-            held |= dict(zip(group, made, strict=True))
+            held |= dict(zip(group, _made(target, some, aux_layer_ids, prefix, gradient), strict=True))
         return [held[i] for i in range(len(rows))]
     ids = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
     mask = torch.zeros(len(rows), longest, dtype=torch.long)  # [B,S]
     for b, row in enumerate(rows):
         ids[b, : len(row.input_ids) - begun] = torch.as_tensor(row.input_ids[begun:])
         mask[b, : len(row.input_ids) - begun] = 1
-    ids, mask = ids.to(target.device), mask.to(target.device)
     padding = None if bool(mask.all()) else mask
+    ids = upload(ids, target.device)
     if prefix is None:
         output = target.features(ids, padding, aux_layer_ids, gradient=gradient)
     else:
@@ -118,7 +125,7 @@ def compute_features(
         aux, final = output.aux_hidden[b, :s].clone(), output.final_hidden[b, :s].clone()  # [s,A·Ht], [s,Ht]
         if prefix is not None:
             aux, final = torch.cat([prefix.aux_hidden, aux]), torch.cat([prefix.final_hidden, final])
-        result.append(finish_row(row, aux, final, None, target.head))
+        result.append(make_row(row, aux, final, target.head))
     return result
 
 
@@ -154,18 +161,37 @@ def finish_row(row, aux_hidden: Tensor, final_hidden: Tensor, final_norm, head) 
             f"row {row.id!r} has {tokens} tokens, {len(aux_hidden)} auxiliary and {len(final_hidden)} final states "
             "came: whatever made them left some out, or made more than were asked for"
         )
-    device = final_hidden.device
     if final_norm is not None:
         weight = next(final_norm.parameters())
-        final_hidden = final_norm(final_hidden.to(weight)).to(device)  # [s,Ht]
-    if not (torch.isfinite(final_hidden).all() and torch.isfinite(aux_hidden).all()):
-        raise FeatureError(
-            f"row {row.id!r}: the target gave a state that is not finite in {aux_hidden.dtype}; load it in float32 or "
-            "bfloat16"
-        )
-    supervised = torch.as_tensor(row.supervised, dtype=torch.bool, device=device)  # [s]
-    input_ids = torch.as_tensor(row.input_ids, dtype=torch.long, device=device)  # [s]
-    predicting = predicting_positions(supervised)  # [s]
+        final_hidden = final_norm(final_hidden.to(weight)).to(final_hidden.device)  # [s,Ht]
+    made = make_row(row, aux_hidden, final_hidden, head)
+    check_finite([made])
+    return made
+
+
+def check_finite(rows: Sequence[FeatureRow]) -> None:
+    """Look at the states of some rows, and read one answer back for all of them.
+
+    Raises:
+        FeatureError: names the first row with a state that is not finite.
+    """
+    sound = [torch.isfinite(row.final_hidden).all() & torch.isfinite(row.aux_hidden).all() for row in rows]
+    for row, answer in zip(rows, torch.stack(sound).tolist(), strict=True):
+        if not answer:
+            raise FeatureError(
+                f"row {row.row_id!r}: the target gave a state that is not finite in {row.aux_hidden.dtype}; load it in "
+                "float32 or bfloat16"
+            )
+
+
+@torch.no_grad()
+def make_row(row, aux_hidden: Tensor, final_hidden: Tensor, head) -> FeatureRow:
+    """A row of features from states [s, A·Ht] and [s, Ht] (post-norm), unchecked; no device is asked for anything."""
+    device = final_hidden.device
+    flags = torch.as_tensor(row.supervised, dtype=torch.bool)  # [s]
+    predicting = upload(predicting_positions(flags).nonzero().squeeze(1), device)  # [n]
+    supervised = upload(flags, device)
+    input_ids = upload(torch.as_tensor(row.input_ids, dtype=torch.long), device)  # [s]
     top1 = torch.full_like(input_ids, -1)
     normaliser = torch.zeros(len(input_ids), dtype=torch.float32, device=device)
     top1[predicting], normaliser[predicting] = teacher_predictions(head, final_hidden[predicting])

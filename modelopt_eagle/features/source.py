@@ -20,6 +20,7 @@ from modelopt_eagle.features.batch import (
     FeatureRow,
     collate,
     needed_final_positions,
+    tokens_of,
 )
 from modelopt_eagle.features.compute import compute_features, compute_rows
 from modelopt_eagle.target.like import RunningTarget
@@ -176,8 +177,9 @@ class OnlineSource(PlannedSource):
         return supervised_counts(self.rows)
 
     def load(self, indices: Sequence[int]) -> FeatureBatch:
-        rows = compute_features(self.target, [self.rows[i] for i in indices], self.contract.aux_layer_ids)
-        return collate(rows, self.contract)
+        rows = [self.rows[i] for i in indices]
+        batch = collate(compute_features(self.target, rows, self.contract.aux_layer_ids), self.contract)
+        return batch if batch.input_ids.device.type == "cpu" else replace(batch, host=tokens_of(rows))
 
     def _make_batches(self, plan: list[list[int]]) -> Iterator[FeatureBatch | None]:
         for indices in plan:

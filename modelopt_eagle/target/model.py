@@ -174,9 +174,10 @@ class Target:
             return self._features_with_images(input_ids, images, aux_layer_ids, gradient)
         arguments = {"input_ids": input_ids.to(self.device), "use_cache": False}
         if attention_mask is not None:
+            left = not bool(attention_mask[:, 0].all())  # a mask on the CPU saves asking the device
             mask = attention_mask.to(self.device)  # [B,S]
             arguments["attention_mask"] = mask
-            if not bool(mask[:, 0].all()):
+            if left:
                 arguments["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)  # [B,S]
         with torch.set_grad_enabled(gradient), self.capture(aux_layer_ids, gradient=gradient) as captured:
             final_hidden = self._run_backbone(arguments)  # [B,S,Ht]

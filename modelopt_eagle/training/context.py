@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modelopt_eagle.draft.documents import WholeAxis
+from modelopt_eagle.draft.documents import WholeAxis, upload
 from modelopt_eagle.draft.predictions import Predictions, TokenAxis
 from modelopt_eagle.errors import FeatureError, RecipeError
 from modelopt_eagle.features import FeatureBatch
@@ -79,18 +79,20 @@ class SharedAxis:
 
     Attributes:
         tokens: ``[m]`` int64 flat tokens of this process, ascending.
+        host_tokens: the same on the CPU.
     """
 
     def __init__(self, group: ContextGroup, length: int, device):
         self.group, self.length = group, length
         shares = [zigzag(length, group.size, rank) for rank in range(group.size)]
         self.width = max(map(len, shares))  # what a process sends, padded
-        self.tokens = shares[group.rank].to(device)
+        self.host_tokens = shares[group.rank]
+        self.tokens = upload(self.host_tokens, device)
         self._index = position_of(self.tokens, length)
         place = torch.empty(length, dtype=torch.int64)
         for rank, share in enumerate(shares):
             place[share] = rank * self.width + torch.arange(len(share))
-        self.place = place.to(device)  # [N] where each token lies among the gathered rows
+        self.place = upload(place, device)  # [N] where each token lies among the gathered rows
 
     def local(self, rows: Tensor) -> Tensor:
         """Where flat rows of this process lie among ``tokens``."""
@@ -201,10 +203,10 @@ class ByPosition:
             )
         length, device = batch.num_tokens, batch.aux_hidden.device
         axis = SharedAxis(self.group, length, device)
-        reads = torch.zeros(length + depths, dtype=torch.bool, device=device)
+        reads = torch.zeros(length + depths, dtype=torch.bool)
         for step in range(depths):
-            reads[axis.tokens + 1 + step] = True
-        teachers = reads[:length].nonzero().squeeze(1)  # [t]
+            reads[axis.host_tokens + 1 + step] = True
+        teachers = upload(reads[:length].nonzero().squeeze(1), device)  # [t]
         return StepBatch.of(
             batch,
             aux_hidden=batch.aux_hidden[:, axis.tokens],  # [1,m,A·Ht]
@@ -231,7 +233,9 @@ class ByPosition:
 
     def own(self, predictions: Predictions, batch: FeatureBatch) -> Predictions:
         """The predictions whose anchor lies among the tokens of this process."""
-        return predictions.select(self.axis(batch).local(predictions.anchor) >= 0)
+        own = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        own[self.axis(batch).host_tokens] = True
+        return predictions.select(own[predictions.on_host().anchor])
 
     def teacher_index(self, batch: FeatureBatch) -> Tensor | None:
         """``[N]`` int64 where each token's final state lies, -1: not here."""

@@ -134,7 +134,8 @@ class AdaptedStates:
         if not adapt:
             return MadeStates(batch, untouched, normalizers.new_zeros(()))
         whole = adapted_batch(self.adapter, batch, self.target_lora.gradient_checkpointing)
-        adapted = step.place(step.share(replace(whole, contract=batch.contract)), batch.input_ids.device)
+        whole = replace(whole, contract=batch.contract, host=batch.host)
+        adapted = step.place(step.share(whole), batch.input_ids.device)
         adapted.plan = batch.plan  # as it was counted: what a drafter draws is drawn once
         drift = self.drift(step, adapted, batch) / normalizers[0]
         if detach:
@@ -145,7 +146,7 @@ class AdaptedStates:
     def drift(self, step: Any, adapted: StepBatch, unadapted: StepBatch) -> Tensor:
         """KL divergence summed over the teacher positions of this process's predictions at the loss's first depth."""
         predictions = step.planned(adapted).predictions
-        positions = predictions.teacher[predictions.depth == 0]  # [n]
+        positions = predictions.select(predictions.on_host().depth == 0).teacher  # [n]
         places = step.sharing.teacher_places(adapted, positions)
         keeps: Callable[[], Any] = torch.enable_grad if self.target_lora.preservation_weight > 0 else torch.no_grad
         with keeps():

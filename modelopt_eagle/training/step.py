@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from modelopt_eagle.draft.algorithm import Algorithm, algorithm_of
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.conventions import convention_named
-from modelopt_eagle.draft.documents import Documents
-from modelopt_eagle.draft.predictions import BatchView
+from modelopt_eagle.draft.documents import upload
+from modelopt_eagle.draft.predictions import BatchView, Predictions
 from modelopt_eagle.features import FeatureBatch
 from modelopt_eagle.training.batch import Planned, StepBatch
 from modelopt_eagle.training.context import Sharing, Whole
@@ -102,12 +102,13 @@ class TrainingStep(nn.Module):
         module.meet_target(tables.lm_head.__getitem__)
         self.adapters = nn.ParameterList(self.states.parameters())  # the target itself is no part of the module
         self._to_draft: Tensor | None = None
+        self._t2d: Tensor | None = None  # [V] on the CPU
 
     def renew_rows(self) -> None:
         """Take the teacher's rows anew, after another vocabulary map was loaded into the head."""
         self.tables = replace(self.tables, rows=self.tables.lm_head[self.module.target_ids])
         self.module.meet_target(self.tables.lm_head.__getitem__)
-        self._to_draft = None
+        self._to_draft = self._t2d = None
 
     @property
     def decay(self) -> float:
@@ -163,7 +164,7 @@ class TrainingStep(nn.Module):
         planned, view, teacher = self.planned(batch), self.view(batch), self.teacher(batch)
         predictions = planned.predictions.first(steps)
         divisor = normalizers[:steps].float().clamp(min=1)  # [k]
-        weights = torch.tensor([self.decay**k for k in range(steps)], device=divisor.device) / divisor  # [k]
+        weights = upload(torch.tensor([self.decay**k for k in range(steps)]), divisor.device) / divisor  # [k]
         kind = LossKind(self.eagle.loss == "lk", self.eagle.lk_eta, self.rule.subtract_entropy)
         with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             states = self.algorithm.states(self.module, view, predictions, self.settings, generator)  # [n,H]
@@ -179,22 +180,19 @@ class TrainingStep(nn.Module):
 
     def view(self, batch: FeatureBatch) -> BatchView:
         """What the drafter sees of a batch."""
-        ids, final = batch.input_ids[0], batch.final_hidden[0]  # [N], [t,Ht]
+        ids, final, host = batch.input_ids[0], batch.final_hidden[0], batch.on_host()  # [N], [t,Ht]
         return BatchView(
             input_ids=ids,
             supervised=batch.supervised[0],
-            documents=self.documents(batch),
+            documents=host.documents.to(ids.device),
             aux_hidden=batch.aux_hidden[0],
             final_hidden=final if self.sharing.teacher_index(batch) is None else None,
             embed=lambda places: self.embed(ids[places]),
             length=batch.num_tokens,
             axis=self.sharing.axis(batch),
             embed_ids=self.embed,
+            host=host,
         )
-
-    def documents(self, batch: FeatureBatch) -> Documents:
-        """Where the rows of a batch begin and end."""
-        return Documents.make(1, batch.num_tokens, batch.document_ids, batch.input_ids.device)
 
     def teacher(self, batch: FeatureBatch) -> Teacher:
         """The target's side of the loss in a batch."""
@@ -223,24 +221,45 @@ class TrainingStep(nn.Module):
             self._to_draft = self.module.vocab.to_draft(everything)
         return self._to_draft
 
+    def on_host_t2d(self) -> Tensor:
+        """``[V]`` bool on the CPU: the draft vocabulary."""
+        if self._t2d is None:
+            self._t2d = self.module.t2d.cpu()
+        return self._t2d
+
     @torch.no_grad()
     def planned(self, batch: FeatureBatch, generator: torch.Generator | None = None) -> Planned:
-        """What the loss will count in a batch: found once, and kept with the batch.
+        """What the loss will count in a batch: found once on the CPU, and kept with the batch.
+
+        No device is asked, but for ``in_vocab_only`` with choices of the target that only a device knows: once.
 
         Args:
-            generator: source of what the drafter draws in its plan; the same on every process that shares the batch.
+            generator: source of what the drafter draws in its plan, of the CPU; the same on every process that shares
+                the batch.
         """
         kept = getattr(batch, "plan", None)
         if kept is not None:
             return kept
-        plan = self.algorithm.plan(self.view(batch), self.settings, generator)
-        chosen = taught(plan, self.documents(batch), self.teacher(batch), self.module.t2d, self.in_vocab_only)
-        asked = self.sharing.own(plan, batch).counts()
-        predictions = plan.select(chosen)
-        planned = Planned(self.sharing.own(predictions, batch), asked, len(predictions) == 0)
+        device = batch.input_ids.device
+        plan = self.algorithm.plan(self.view(batch).planning(), self.settings, generator)
+        predictions = plan.select(self._taught(plan, batch))
+        asked = upload(self.sharing.own(plan, batch).counts(), device)
+        planned = Planned(self.sharing.own(predictions, batch).to(device), asked, len(predictions) == 0)
         if isinstance(batch, StepBatch):
             batch.plan = planned
         return planned
+
+    def _taught(self, plan: Predictions, batch: FeatureBatch) -> Tensor:
+        """``[n]`` bool on the CPU: which predictions of a plan have something to learn from."""
+        host, teacher = batch.on_host(), self.teacher(batch)
+        if teacher.labels is not None:
+            teacher = replace(teacher, labels=host.input_ids)
+        elif self.in_vocab_only and host.target_top1 is not None and teacher.top1 is not None:
+            teacher = replace(teacher, top1=host.target_top1)
+        elif self.in_vocab_only:  # what the device knows alone, read back once
+            kept = taught(plan.to(batch.input_ids.device), host.documents, teacher, self.module.t2d, True)
+            return kept.cpu()
+        return taught(plan, host.documents, teacher, self.on_host_t2d(), self.in_vocab_only)
 
     def share(self, batch: FeatureBatch | None) -> StepBatch | None:
         """This process's part of a batch.
@@ -276,13 +295,13 @@ class TrainingStep(nn.Module):
         )
 
     def normalisers(self, counts: Tensor, positions: int) -> Tensor:
-        """``[K]`` what the sums of a whole step are divided by.
+        """``[K]`` what the sums of a whole step are divided by, on the head's device.
 
         Args:
             counts: ``[K]`` counted positions over all micro-batches and processes.
             positions: tokens over all of them.
         """
-        return self.rule.divisor(counts, positions)
+        return upload(self.rule.divisor(counts, positions), self.module.d2t.device)
 
     def options(self, index: int, place: int, rank: int) -> dict[str, bool]:
         """Further arguments of :meth:`forward` for a micro-batch.
@@ -299,7 +318,7 @@ class TrainingStep(nn.Module):
         self.states.after_backward(index)
 
     def count_positions(self, batch: FeatureBatch | None, generator: torch.Generator | None = None) -> Tensor | None:
-        """``[K]`` int64 positions that the loss will count here, found without running the head.
+        """``[K]`` int64 positions that the loss will count here, on the CPU, found without running the head.
 
         ``None`` for a batch in which nobody counts any: no process runs it.
 
@@ -309,7 +328,7 @@ class TrainingStep(nn.Module):
         if batch is None:
             return None
         planned = self.planned(batch, generator)
-        return None if planned.empty else planned.predictions.counts()
+        return None if planned.empty else planned.predictions.on_host().counts()
 
 
 def as_step_batch(batch: FeatureBatch) -> StepBatch:

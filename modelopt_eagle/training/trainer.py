@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.console import clock
+from modelopt_eagle.draft.documents import upload
 from modelopt_eagle.errors import CheckpointError, TrainingError
 from modelopt_eagle.recipe import Recipe, resolved_text
 from modelopt_eagle.training.acceptance import evaluate_files
@@ -236,13 +237,13 @@ class Trainer:
     def go_on(self, index: int, window: list) -> bool:
         """Agree with all processes on what this step counts, the time, and whether to stop; False to stop."""
         counted = [
-            self.step.count_positions(batch, self.generator(index, place * self.data_world + self.data_rank))
+            self.step.count_positions(batch, self.generator(index, place * self.data_world + self.data_rank, "cpu"))
             for place, batch in enumerate(window)
         ]
         self.window_counts = sum(
             (count for count in counted if count is not None),
-            torch.zeros(self.step.depths, dtype=torch.int64, device=self.accelerator.device),
-        )  # [K]
+            torch.zeros(self.step.depths, dtype=torch.int64),
+        )  # [K], on the CPU as everything here, but for what processes tell each other
         tokens = sum(map(self.step.num_tokens, window))
         for place, count in enumerate(counted):
             if count is None:
@@ -251,9 +252,10 @@ class Trainer:
         agreed = torch.cat((
             self.window_counts.double(),
             torch.tensor([tokens, self.request.asked, self.state.elapsed if self.rank == 0 else 0.0],
-                         dtype=torch.float64, device=self.accelerator.device),
+                         dtype=torch.float64),
         ))  # fmt: skip  # [K+3]
-        agreed = self.accelerator.reduce(agreed, "sum")
+        if self.world > 1:
+            agreed = self.accelerator.reduce(upload(agreed, self.accelerator.device), "sum").cpu()
         tokens, asked, self.state.elapsed = agreed[-3:].tolist()
         self.normalizers = self.step.normalisers(agreed[:-3], int(tokens))  # [K]
         self.counted += int(agreed[:-3].sum())
@@ -313,15 +315,16 @@ class Trainer:
             self.view.say(f"step {self.state.step}: no longer acceptance length in {since} evaluations, training ends")
         return since >= patience
 
-    def generator(self, index: int, number: int) -> torch.Generator:
+    def generator(self, index: int, number: int, device: str | None = None) -> torch.Generator:
         """Randomness of a micro-batch, a function of seed, step and its number: the same after a resume.
 
         Args:
             number: of the micro-batch in its step, over all processes, or over their shares of the data for what those
                 that share a batch draw alike; so that other numbers of processes draw the same.
+            device: where it is drawn; default the head's device. Plans are drawn on the CPU.
         """
         seed = ((self.settings.seed * 1_000_003 + index) * 1_009 + number) * 1_013 % 2**63
-        return torch.Generator(self.accelerator.device).manual_seed(seed)
+        return torch.Generator(device or self.accelerator.device).manual_seed(seed)
 
     def after_step(self) -> None:
         """Log, evaluate and save where it is due."""

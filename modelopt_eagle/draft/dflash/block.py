@@ -20,6 +20,7 @@ from torch import Tensor
 from modelopt_eagle.draft.attention import QueryPlan, column_attention
 from modelopt_eagle.draft.counting import counted_predictions
 from modelopt_eagle.draft.dflash.module import DFlashModule
+from modelopt_eagle.draft.documents import upload
 from modelopt_eagle.draft.predictions import BatchView, Predictions
 
 
@@ -83,20 +84,21 @@ def block_drafts(module: DFlashModule, view: BatchView, steps: int) -> tuple[Pre
 
 
 def _states(module: DFlashModule, view: BatchView, predictions: Predictions, size: int) -> Tensor:
-    anchors, place = predictions.anchor.unique(return_inverse=True)  # [r] ascending, [n]
+    host = predictions.on_host()
+    anchors, place = host.anchor.unique(return_inverse=True)  # [r] ascending, [n], on the CPU
     rows = run_blocks(module, view, anchors, size)  # [r,B,H]
-    return rows.flatten(0, 1).index_select(0, place * size + 1 + predictions.depth)
+    return rows.flatten(0, 1).index_select(0, upload(place * size + 1 + host.depth, rows.device))
 
 
 def run_blocks(module: DFlashModule, view: BatchView, anchors: Tensor, size: int) -> Tensor:
-    """All slots of the blocks at ``anchors [r]`` (ascending), ``[r, B, H]`` after the final norm."""
-    positions = view.documents.positions  # [N]
+    """All slots of the blocks at ``anchors [r]`` (ascending, on the CPU), ``[r, B, H]`` after the final norm."""
+    plan = QueryPlan.make(anchors, view.on_host().documents.starts[anchors]).to(view.aux_hidden.device)
+    anchors, positions = plan.rows, view.documents.positions  # [r], [N]
     context = module.context(view.aux_hidden)  # [N,H]
     tables = module.rotary(positions, view.length)  # [N,d/2] each
     slots = positions[anchors][:, None] + 1 + torch.arange(size, device=anchors.device)  # [r,B]
     cos, sin = module.rotary(slots, view.length + size + 1)  # [r,B,d/2]
     state = torch.cat((view.embed(anchors + 1)[:, None], mask_rows(module, view.embed_ids, len(anchors), size - 1)), 1)
-    plan = QueryPlan.make(anchors, view.documents.starts[anchors])
     for layer in module.layers:
         keys, values = layer.context(context, *tables)  # [N,hkv,d]
         q, k, v = layer.project(state, cos, sin)  # [r,B,h,d] [r,B,hkv,d]
@@ -107,7 +109,7 @@ def run_blocks(module: DFlashModule, view: BatchView, anchors: Tensor, size: int
 
 def mask_rows(module: DFlashModule, embed_ids: Any, count: int, masks: int) -> Tensor:
     """``[count, masks, H]`` embeddings of the mask token."""
-    row = embed_ids(torch.tensor([module.config.mask()], device=module.d2t.device))  # [1,H]
+    row = embed_ids(torch.full((1,), module.config.mask(), device=module.d2t.device))  # [1,H]
     return row.to(module.dtype).expand(count, masks, -1)
 
 
@@ -170,13 +172,14 @@ def dpace_weights(
     if not settings.dpace:
         return None
     labels = view.input_ids[(predictions.teacher + 1).clamp(max=len(view.input_ids) - 1)]  # [n]
-    draft_ids = module.vocab.to_draft(labels)  # [n] -1: outside
+    draft_ids = torch.searchsorted(module.target_ids, labels).clamp(max=len(module.target_ids) - 1)  # [n]
+    known = module.target_ids[draft_ids] == labels  # [n] whether the head can draft it
     likely = torch.zeros(len(predictions), device=states.device)
     for part in torch.arange(len(predictions), device=states.device).split(512):
         q = module.lm_head(states[part]).float().softmax(-1)  # [c,Vd]
-        inside = draft_ids[part] >= 0
-        likely[part] = torch.where(inside, q.gather(1, draft_ids[part].clamp(min=0)[:, None])[:, 0], 0.0)
-    anchors, place = predictions.anchor.unique(return_inverse=True)
+        likely[part] = torch.where(known[part], q.gather(1, draft_ids[part][:, None])[:, 0], 0.0)
+    anchors, place = predictions.on_host().anchor.unique(return_inverse=True)
+    place = upload(place, states.device)
     steps = torch.zeros(len(anchors), settings.block_size - 1, device=states.device)  # [r,K] 0 where nothing counts
     steps[place, predictions.depth] = (1 - settings.dpace_alpha) * likely + settings.dpace_alpha
     reach = steps.cumprod(1)  # [r,K]

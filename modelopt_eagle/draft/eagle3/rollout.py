@@ -18,7 +18,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft.attention import column_attention, plan_queries
 from modelopt_eagle.draft.counting import counted_anchors, counted_predictions
-from modelopt_eagle.draft.documents import Documents, WholeAxis
+from modelopt_eagle.draft.documents import Documents, WholeAxis, upload
 from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.predictions import BatchView, Predictions, TokenAxis
 
@@ -102,7 +102,7 @@ def rollout(
     documents = Documents.make(batch, length, document_ids, embeddings.device)
     rows = active_anchors(documents, supervised, steps, convention)  # [n]
     states = run_steps(
-        module, embeddings.__getitem__, aux_hidden.flatten(0, 1), documents, rows, steps, length,
+        module, embeddings.__getitem__, aux_hidden.flatten(0, 1), documents.to("cpu"), rows.cpu(), steps, length,
         mix_hidden_states=mix_hidden_states, generator=generator,
     )  # fmt: skip
     return RolloutOutput(module, states, rows, documents, batch, length)
@@ -126,17 +126,19 @@ def run_steps(
     Args:
         embed: flat token indices ``[n]`` to embeddings ``[n, H]``.
         aux_hidden: ``[m, A·Ht]`` of the tokens of ``axis``.
-        rows: ``[n]`` flat anchors, ascending, among the tokens of ``axis``.
+        documents: on the CPU, where the steps are planned.
+        rows: ``[n]`` flat anchors on the CPU, ascending, among the tokens of ``axis``.
         length: longest position that can occur, for the rotary tables.
         axis: which tokens' step-0 rows are computed here; default all.
     """
     window = module.config.sliding_window
     if window is not None and steps > window:
         raise ValueError(f"{steps} steps do not fit into the head's window of {window} positions")
-    plan = plan_queries(rows, documents, window)
-    positions = documents.positions  # [N]
+    device, on_host = aux_hidden.device, rows
+    plan = plan_queries(on_host, documents, window).to(device)
+    rows, positions = plan.rows, upload(documents.positions, device)  # [n], [N]
     last = len(positions) - 1
-    axis = WholeAxis(len(positions), positions.device) if axis is None else axis
+    axis = WholeAxis(len(positions), device) if axis is None else axis
 
     fused = module.fuse(aux_hidden)  # [m,H]
     output, keys, values = _first_step(
@@ -157,7 +159,8 @@ def run_steps(
             state = torch.where(chosen[:, None], fused[(rows + step).clamp(max=last)], state)
         embedding = embed((rows + 1 + step).clamp(max=last))  # [n,H]
         cos, sin = module.rotary(positions[rows] + step, length + steps)
-        plan = plan_queries(rows, documents, window, step) if window is not None else plan
+        if window is not None:
+            plan = plan_queries(on_host, documents, window, step).to(device)
         for index, layer in enumerate(module.layers):
             q, k, v, residual = layer.project(embedding if index == 0 else None, state, cos, sin)
             own_k, own_v = columns[index]
@@ -175,7 +178,9 @@ def _first_step(module, embeddings, state, tables, documents, plan, axis):
     Below the last layer every token needs its output, since the next layer's keys are made of it.
     """
     several = len(module.layers) > 1
-    everywhere = plan_queries(axis.tokens, documents, module.config.sliding_window) if several else None
+    everywhere = None
+    if several:
+        everywhere = plan_queries(axis.host_tokens, documents, module.config.sliding_window).to(state.device)
     queries = axis.local(plan.rows)  # [n]
     keys, values = [], []
     for index, layer in enumerate(module.layers):
@@ -227,12 +232,14 @@ def rollout_states(
         eagle: with ``mix_hidden_states``; ``None``: nothing is mixed.
         generator: source of the mixed hidden states.
     """
-    rows, place = predictions.anchor.unique(return_inverse=True)  # [r] ascending, [n]
+    host = predictions.on_host()
+    rows, place = host.anchor.unique(return_inverse=True)  # [r] ascending, [n], on the CPU
     states = run_steps(
-        module, view.embed, view.aux_hidden, view.documents, rows, predictions.depths, view.length, view.axis,
+        module, view.embed, view.aux_hidden, view.on_host().documents, rows, predictions.depths, view.length, view.axis,
         mix_hidden_states=0.0 if eagle is None else eagle.mix_hidden_states, generator=generator,
     )  # fmt: skip
-    return torch.cat(states).index_select(0, predictions.depth * len(rows) + place)  # [n,H]
+    taken = upload(host.depth * len(rows) + place, view.aux_hidden.device)  # [n]
+    return torch.cat(states).index_select(0, taken)  # [n,H]
 
 
 def rollout_drafts(module: EagleModule, view: BatchView, steps: int) -> tuple[Predictions, Tensor]:

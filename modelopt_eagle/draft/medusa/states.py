@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft.counting import counted_predictions
+from modelopt_eagle.draft.documents import upload
 from modelopt_eagle.draft.medusa.module import MedusaModule
 from modelopt_eagle.draft.predictions import BatchView, Predictions
 
@@ -31,8 +32,9 @@ def from_answers(view: BatchView, predictions: Predictions) -> Predictions:
 
     A decoder drafts from no other place, since the last token of a prompt is the first anchor.
     """
-    following = (predictions.anchor + 1).clamp(max=len(view.supervised) - 1)
-    return predictions.select(view.documents.exists(predictions.anchor, 1) & view.supervised[following])
+    host, anchor = view.on_host(), predictions.on_host().anchor
+    following = (anchor + 1).clamp(max=len(host.supervised) - 1)
+    return predictions.select(host.documents.exists(anchor, 1) & host.supervised[following])
 
 
 def head_states(
@@ -46,12 +48,12 @@ def head_states(
     if view.final_hidden is None:
         raise ValueError("Medusa reads the target's final states, and this batch does not hold them for its tokens")
     final = view.final_hidden.to(module.dtype)[predictions.anchor]  # [n,H]
-    parts, places = [], []
+    depths, parts, places = predictions.on_host().depth, [], []
     for depth in range(predictions.depths):
-        own = (predictions.depth == depth).nonzero().squeeze(1)  # [m]
+        own = (depths == depth).nonzero().squeeze(1)  # [m], on the CPU
         places.append(own)
-        parts.append(module.blocks[depth](final[own]))  # [m,H]
-    return torch.cat(parts)[torch.cat(places).argsort()]  # [n,H]
+        parts.append(module.blocks[depth](final[upload(own, final.device)]))  # [m,H]
+    return torch.cat(parts)[upload(torch.cat(places).argsort(), final.device)]  # [n,H]
 
 
 def head_drafts(module: MedusaModule, view: BatchView, steps: int) -> tuple[Predictions, Tensor]:

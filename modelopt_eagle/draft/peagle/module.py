@@ -39,5 +39,5 @@ class PEagleModule(EagleModule):
         Raises:
             CheckpointError: the head names no mask token.
         """
-        ids = torch.tensor([self.config.mask()], device=self.mask_hidden.device)
+        ids = torch.full((1,), self.config.mask(), device=self.mask_hidden.device)
         return embed_ids(ids), self.fuse(self.mask_hidden[None])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft.attention import QueryPlan, column_attention, plan_queries
 from modelopt_eagle.draft.counting import counted_predictions
-from modelopt_eagle.draft.documents import Documents
+from modelopt_eagle.draft.documents import Documents, upload
 from modelopt_eagle.draft.peagle.module import PEagleModule
 from modelopt_eagle.draft.predictions import BatchView, Predictions
 
@@ -70,9 +70,12 @@ class Asking:
     column: Tensor
 
     @classmethod
-    def make(cls, anchors: Tensor, depth: int, rows: MaskRows, documents: Documents, window: int | None) -> Asking:
-        """Queries of ``anchors [n]``, ascending; ``window``: positions that they see."""
-        return cls(len(anchors), plan_queries(anchors, documents, window, depth), rows.column(anchors, depth))
+    def make(
+        cls, anchors: Tensor, depth: int, rows: MaskRows, documents: Documents, window: int | None, device: Any = "cpu"
+    ) -> Asking:
+        """Queries of ``anchors [n]``, ascending; ``window``: positions that they see. Made on the CPU, for a device."""
+        plan = plan_queries(anchors, documents, window, depth)
+        return cls(len(anchors), plan.to(device), upload(rows.column(anchors, depth), device))
 
 
 def attend(
@@ -120,25 +123,28 @@ def parallel_states(
     window = module.config.sliding_window
     if window is not None and predictions.depths > window:
         raise ValueError(f"{predictions.depths} depths do not fit into the head's window of {window} positions")
-    documents, tokens, depths = view.documents, view.axis.tokens, range(predictions.depths)
+    documents, host = view.on_host().documents, predictions.on_host()  # who asks for what is found on the CPU
+    tokens, depths, device = view.axis.tokens, range(predictions.depths), view.aux_hidden.device
     last = len(documents.starts) - 1
-    rows = MaskRows.make(predictions, last + 1)
-    order = torch.argsort(predictions.depth * (last + 1) + predictions.anchor)  # [n] by depth, then by anchor
-    sought = [predictions.anchor[order][predictions.depth[order] == d] for d in depths]
-    final = [Asking.make(anchors, d, rows, documents, window) for d, anchors in enumerate(sought)]
-    answers = [view.axis.local(sought[0])]
-    answers += [len(tokens) + rows.place[d, sought[d]] for d in depths[1:]]
+    rows = MaskRows.make(host, last + 1)
+    order = torch.argsort(host.depth * (last + 1) + host.anchor)  # [n] by depth, then by anchor
+    sought = [host.anchor[order][host.depth[order] == d] for d in depths]
+    final = [Asking.make(anchors, d, rows, documents, window, device) for d, anchors in enumerate(sought)]
+    answers = [view.axis.local(upload(sought[0], device))]
+    answers += [upload(len(tokens) + rows.place[d, sought[d]], device) for d in depths[1:]]
     below = final
     if len(module.layers) > 1:  # every row below the last layer is a key of the next one
-        everyone = [tokens, *(rows.anchor[rows.depth == d] for d in depths[1:])]
-        below = [Asking.make(anchors, d, rows, documents, window) for d, anchors in enumerate(everyone)]
+        everyone = [view.axis.host_tokens, *(rows.anchor[rows.depth == d] for d in depths[1:])]
+        below = [Asking.make(anchors, d, rows, documents, window, device) for d, anchors in enumerate(everyone)]
 
     mask_embedding, mask_state = module.mask_row(view.embed_ids)  # [1,H] each
     masked = (len(rows.anchor), -1)
     real = view.embed((tokens + 1).clamp(max=last))  # [m,H]
     embedding = torch.cat((real, mask_embedding.to(real.dtype).expand(masked)))  # [m+M,H]
     state = torch.cat((module.fuse(view.aux_hidden), mask_state.expand(masked)))  # [m+M,H]
-    positions = torch.cat((documents.positions[tokens], documents.positions[rows.anchor] + rows.depth))  # [m+M]
+    places = documents.positions  # [N]
+    positions = torch.cat((places[view.axis.host_tokens], places[rows.anchor] + rows.depth))  # [m+M]
+    positions = upload(positions, device)
     cos, sin = module.rotary(positions, view.length + predictions.depths)
     for index, layer in enumerate(module.layers):
         is_last = index == len(module.layers) - 1
@@ -149,7 +155,7 @@ def parallel_states(
         masks = (k[len(tokens) :], v[len(tokens) :])  # [M,kv_heads,d] each
         attention = attend(final if is_last else below, q, context, masks, layer.scale)
         state = layer.combine(attention, residual)  # [n,H] in the last layer, [m+M,H] below
-    return module.head_input(state)[torch.argsort(order)]  # [n,H]
+    return module.head_input(state)[upload(torch.argsort(order), device)]  # [n,H]
 
 
 def parallel_drafts(module: PEagleModule, view: BatchView, steps: int) -> tuple[Predictions, Tensor]:

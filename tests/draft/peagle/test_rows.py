@@ -108,7 +108,7 @@ class Halves:
     """Two processes in one: the rows of one half are computed here, the keys of the other are there already."""
 
     def __init__(self, tokens, length):
-        self.tokens = tokens
+        self.tokens = self.host_tokens = tokens
         self._place = torch.full((length,), -1)
         self._place[tokens] = torch.arange(len(tokens))
         self.gathered, self.given = [], None
