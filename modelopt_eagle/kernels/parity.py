@@ -23,6 +23,8 @@ from modelopt_eagle import kernels
 from modelopt_eagle.common.trees import history_size
 from modelopt_eagle.errors import EagleError
 from modelopt_eagle.kernels.build_tree import DraftTree
+from modelopt_eagle.kernels.distill_rows import FLOATS as distill_dtypes
+from modelopt_eagle.kernels.distill_rows import describe
 from modelopt_eagle.kernels.verify_greedy import Accepted
 
 
@@ -262,7 +264,42 @@ def check_relocate_kv(cases: Cases, backend: str) -> None:
     compare(kind, *caches)
 
 
+def check_distill_rows(cases: Cases, backend: str) -> None:
+    """One random case of ``distill_rows``: groups of one to four rows, every kind of term, values near and far."""
+    choose, most = cases.choose, cases.choose.randint(1, 4)
+    width = choose.choice([1, 2, 5, 31, 33, 64, 65, 130, 300])
+    counts = torch.tensor([choose.randint(1, most) for _ in range(choose.choice([1, 2, 7]))])
+    rows, first = int(counts.sum()), counts.cumsum(0) - counts
+    places = len(counts) + choose.randint(0, 2)  # some rows of the target may have nobody to meet them
+    taken = torch.randperm(places, generator=cases.generator)[: len(counts)]  # [g]
+    spread = choose.choice([0.1, 3.0, 40.0])
+    logits = [torch.randn(size, width, generator=cases.generator) * spread for size in (rows, places)]
+    if choose.random() < 0.3:  # ties, also for the largest
+        logits = [part.round() for part in logits]
+    draft, teacher = logits[0].to(choose.choice(distill_dtypes)), logits[1].to(choose.choice(distill_dtypes))
+    if choose.random() < 0.3 and width > 5:
+        teacher[:, -3:] = float("-inf")  # tokens that the target never says
+    if choose.random() < 0.3:
+        teacher = cases.integers(0, width, places)
+    groups = torch.stack((first, counts), 1).to(choose.choice([torch.int32, torch.int64]))  # [g,2]
+    top = cases.integers(-1, width, places)
+    weight = torch.rand(rows, generator=cases.generator) * 3
+    share = torch.rand(rows, generator=cases.generator) if choose.random() < 0.5 else None
+    place = taken.repeat_interleave(counts).to(cases.device)
+    given: list = [None if part is None else part.to(cases.device) for part in (groups, top, weight, share)]
+    options: dict = {name: choose.random() < 0.7 for name in ("subtract_entropy", "gradient", "distance")}
+    wide = torch.nn.functional.pad(draft, (0, choose.choice([0, 3])))  # rows may lie further apart than they are long
+    results = []
+    for name in (backend, "reference"):
+        own = wide.to(cases.device, copy=True)[:, :width]
+        found = kernels.distill_rows(own, teacher.to(cases.device), place, *given, **options, most=most, backend=name)
+        results.append((*found, own))
+    for what, one, other in zip(("terms", "hits", "distances", "gradient"), *results, strict=True):
+        compare_close(f"{what} of {describe(draft)} meeting {describe(teacher)}", one, other)
+
+
 CHECKS = {
+    "distill_rows": check_distill_rows,
     "select_nodes": check_select_nodes,
     "build_tree": check_build_tree,
     "verify_greedy": check_verify_greedy,
@@ -275,6 +312,7 @@ CHECKS = {
 }
 
 SMALL_BLOCKS = {  # tile sizes that make small inputs take every path for large ones
+    "distill_rows": {"MAX_TILE": 64},
     "select_nodes": {"MAX_BLOCK": 32},
     "build_tree": {"NODE_BLOCK": 16, "WORD_BLOCK": 1},
     "verify_greedy": {"MAX_BLOCK": 8},
@@ -298,6 +336,23 @@ def compare(what: str, found: Tensor, expected: Tensor) -> None:
         raise ParityError(
             f"{what}: {int(differ.sum())} of {differ.numel()} elements differ, first at {place}: "
             f"kernel {found[place].item()}, reference {expected[place].item()}"
+        )
+
+
+def compare_close(what: str, found: Tensor, expected: Tensor) -> None:
+    """The same for floats that were added up in another order: as equal as their dtype lets them be.
+
+    Two roundings of one value to a short float may differ by its last bit, twice 2**-9 of bfloat16.
+    """
+    if found.dtype != expected.dtype or found.shape != expected.shape or not found.is_floating_point():
+        return compare(what, found, expected)
+    relative = max(2e-5, 2 * torch.finfo(found.dtype).eps)
+    close = torch.isclose(found.double(), expected.double(), rtol=relative, atol=2e-5)
+    if not close.all():
+        place = tuple(int(i) for i in (~close).nonzero()[0])
+        raise ParityError(
+            f"{what}: {int((~close).sum())} of {close.numel()} elements differ by more than {relative:.1g}, first at "
+            f"{place}: kernel {found[place].item()}, reference {expected[place].item()}"
         )
 
 

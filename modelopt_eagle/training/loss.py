@@ -6,14 +6,14 @@ restricted to the draft vocabulary and renormalised, ``q`` the head's softmax. T
 
 The work runs over chunks of teacher positions: the teacher's row is computed once and serves all predictions that meet
 it, logits live for one chunk, and their gradient is taken on the spot, so ``[B, S, V]`` never exists and nothing of
-size ``[n, Vd]`` survives the chunk. :mod:`modelopt_eagle.training.reference` holds the same loss in plain PyTorch.
+size ``[n, Vd]`` survives the chunk. On a GPU :mod:`modelopt_eagle.training.fused_loss` does the same with larger chunks
+and one kernel. :mod:`modelopt_eagle.training.reference` holds the same loss in plain PyTorch.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from modelopt_eagle.draft.documents import Documents
 from modelopt_eagle.draft.predictions import Predictions
+from modelopt_eagle.training.fused_loss import fused_loss
+from modelopt_eagle.training.loss_plan import CHUNK, LossKind, LossWork
 from modelopt_eagle.training.teacher import Teacher, gradient_by_teacher
-
-CHUNK = 512
-"""Teacher positions a chunk."""
 
 
 @dataclass
@@ -49,21 +48,6 @@ class LossOutput:
     top1_hits: Tensor
     asked_counts: Tensor
     preservation: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LossKind:
-    """Which term a prediction adds.
-
-    Attributes:
-        lk: ``λ·KL + (1 − λ)·TV`` with ``λ = exp(−eta · mean acceptance of the depth)``; otherwise KL.
-        eta: see above.
-        subtract_entropy: report KL rather than cross-entropy (the gradient is the same).
-    """
-
-    lk: bool = False
-    eta: float = 3.0
-    subtract_entropy: bool = False
 
 
 KL = LossKind()
@@ -98,6 +82,7 @@ def prediction_loss(
     to_draft: Tensor,
     weights: Tensor,
     kind: LossKind = KL,
+    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of a flat list of predictions.
 
@@ -109,6 +94,8 @@ def prediction_loss(
         to_draft: ``[V]`` int64 draft id of each target id.
         weights: ``[K]`` factor of each depth: decay over normaliser.
         kind: KL or LK.
+        fused: whether one kernel turns logits into terms and gradients (:mod:`modelopt_eagle.training.fused_loss`);
+            default: everywhere but on a CPU. Never for a teacher that learns, whose own gradient it does not make.
 
     Returns:
         ``(loss, sums [K], hits [K])``: the scalar with its gradient, the unweighted sums of each depth (detached), and
@@ -121,42 +108,18 @@ def prediction_loss(
         heads.append(len(unique) if place is None else place)
         if place is None:
             unique.append(weight)
-    work = _Work(predictions, weights, to_draft, teacher, kind, tuple(heads))
+    work = LossWork(predictions, weights, to_draft, teacher, kind, tuple(heads))
     learner = teacher.hidden if teacher.learns else None  # [N,Ht]
+    if learner is None and (states.device.type != "cpu" if fused is None else fused):
+        return fused_loss(work, states, unique)
     return _FusedHeads.apply(work, learner, states, *unique)
-
-
-@dataclass(frozen=True)
-class _Work:
-    predictions: Predictions
-    weights: Tensor  # [K] decay^k / normaliser
-    to_draft: Tensor  # [V]
-    teacher: Teacher
-    kind: LossKind
-    heads: tuple[int, ...]  # of each depth, which output matrix
-
-    def chunks(self) -> Iterator[tuple[Tensor, list[tuple[int, Tensor, Tensor]]]]:
-        """Yield ``(teacher positions [c], [(depth, predictions [m], their place in the chunk [m]), ...])``."""
-        order = torch.argsort(self.predictions.teacher, stable=True)  # [n]
-        depth, position = self.predictions.depth[order], self.predictions.teacher[order]
-        unique, place = torch.unique_consecutive(position, return_inverse=True)
-        bounds = torch.searchsorted(place, torch.arange(0, len(unique) + CHUNK, CHUNK, device=place.device)).tolist()
-        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
-            if low == high:
-                continue
-            here, first = depth[low:high], number * CHUNK
-            pieces = []
-            for k in range(self.predictions.depths):
-                chosen = (here == k).nonzero().squeeze(1) + low
-                pieces.append((k, order[chosen], place[chosen] - first))
-            yield unique[first : first + CHUNK], pieces
 
 
 class _FusedHeads(torch.autograd.Function):
     """Loss and gradients of both heads, chunk by chunk; the backward pass only scales what the forward pass stored."""
 
     @staticmethod
-    def forward(ctx, work: _Work, learner: Tensor | None, states: Tensor, *matrices: Tensor):
+    def forward(ctx, work: LossWork, learner: Tensor | None, states: Tensor, *matrices: Tensor):
         needs = any(ctx.needs_input_grad)
         depths, device = work.predictions.depths, states.device
         grad_learner = torch.zeros_like(learner) if ctx.needs_input_grad[1] else None  # [N,Ht]
@@ -168,7 +131,7 @@ class _FusedHeads(torch.autograd.Function):
         sums = torch.zeros(depths, device=device)
         hits = torch.zeros(depths, dtype=torch.int64, device=device)
         mix = _lk_weights(work, matrices, states) if work.kind.lk else None
-        weights = work.weights.tolist()
+        weights = numbers(work.weights)
         for positions, pieces in work.chunks():
             p_all = work.teacher.probabilities(positions, work.to_draft)  # [c,Vd]
             top_all = work.teacher.argmax(positions)  # [c]
@@ -182,10 +145,10 @@ class _FusedHeads(torch.autograd.Function):
                 logits = (hidden.to(matrix.dtype) @ matrix.T).float()  # [m,Vd]
                 largest, best = logits.max(-1)  # [m] each
                 hits[k] += (work.teacher.target_ids[best] == top_all[place]).sum()
-                share = 1.0 if mix is None else float(mix[k])
+                share = 1.0 if mix is None else mix[k]
                 if by_p is not None:
                     term = gradient_by_teacher(logits, p, share, work.kind.lk, work.kind.subtract_entropy)
-                    by_p.index_add_(0, place, term if factors is None else term * factors, alpha=weights[k])
+                    by_p.index_add_(0, place, (term if factors is None else term * factors) * weights[k])
                 weight = weights[k] if factors is None else weights[k] * factors
                 values, grad = _position_loss(logits, largest, p, work.kind, share, weight if needs else None)
                 sums[k] += (values if factors is None else values * factors[:, 0]).sum()
@@ -226,7 +189,7 @@ def _position_loss(
         logits: ``[m, Vd]`` float32; overwritten, since a fresh ``[m, Vd]`` costs more than the arithmetic on it.
         largest: ``[m]`` their maxima.
         p: ``[m, Vd]`` teacher.
-        weight: a number, or ``[m, 1]``.
+        weight: a number, as a tensor where a GPU holds it, or ``[m, 1]``.
     """
     expected = torch.linalg.vecdot(p, logits)  # [m]
     q = logits.sub_(largest[:, None]).exp_()  # [m,Vd] not yet normalised
@@ -238,6 +201,7 @@ def _position_loss(
         if weight is None:
             return values, None
         if isinstance(weight, Tensor):
+            weight = weight.reshape(-1, 1)
             return values, q.mul_(weight / total[:, None]).addcmul_(p, weight, value=-1)
         return values, q.mul_((weight / total)[:, None]).sub_(p, alpha=weight)
     q = q.div_(total[:, None])
@@ -248,7 +212,12 @@ def _position_loss(
     return values, weight * (share * (q - p) + (1 - share) * q * (sign - (q * sign).sum(-1, keepdim=True)))
 
 
-def _lk_weights(work: _Work, matrices: Sequence[Tensor], states: Tensor) -> list[float]:
+def numbers(values: Tensor) -> list[float] | list[Tensor]:
+    """``[K]`` values one by one: numbers where they lie on the CPU; a GPU is not waited for, it hands out scalars."""
+    return values.tolist() if values.device.type == "cpu" else list(values.unbind())
+
+
+def _lk_weights(work: LossWork, matrices: Sequence[Tensor], states: Tensor) -> list[float] | list[Tensor]:
     """λ of each depth: ``exp(−η · mean Σ min(p, q))`` over its counted positions, a constant for the gradient."""
     accepted = torch.zeros(work.predictions.depths, device=states.device)
     for positions, pieces in work.chunks():
@@ -259,4 +228,6 @@ def _lk_weights(work: _Work, matrices: Sequence[Tensor], states: Tensor) -> list
                 q = (states[elements].to(matrix.dtype) @ matrix.T).float().softmax(-1)  # [m,Vd]
                 accepted[k] += torch.minimum(p_all[place], q).sum()
     means = accepted / work.predictions.counts().clamp(min=1)
-    return [math.exp(-work.kind.eta * float(mean)) for mean in means]
+    if means.device.type == "cpu":
+        return [math.exp(-work.kind.eta * float(mean)) for mean in means]
+    return list(torch.exp(-work.kind.eta * means).unbind())

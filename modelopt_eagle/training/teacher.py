@@ -50,15 +50,20 @@ class Teacher:
 
     def probabilities(self, positions: Tensor, to_draft: Tensor) -> Tensor:
         """``[c, Vd]`` float32 over the draft vocabulary; each row sums to one."""
+        to_meet = self.to_meet(positions, to_draft)
+        if self.labels is not None:
+            return torch.nn.functional.one_hot(to_meet, len(self.target_ids)).float()
+        return to_meet.float().softmax(-1)
+
+    def to_meet(self, positions: Tensor, to_draft: Tensor) -> Tensor:
+        """``[c, Vd]`` logits over the draft vocabulary, or with hard labels ``[c]`` int64 draft ids (0: outside)."""
         if self.labels is not None:
             ids = to_draft[self.labels[(positions + 1).clamp(max=len(self.labels) - 1)]]  # [c]
-            return torch.nn.functional.one_hot(ids.clamp(min=0), len(self.target_ids)).float()
+            return ids.clamp(min=0)
         if self.logits is not None:
-            return self.logits[positions][:, self.target_ids].float().softmax(-1)
-        logits = (self.states(positions) @ self.rows.T).float()  # [c,Vd]
-        if self.transform is not None:
-            logits = self.transform(logits, self.target_ids)
-        return logits.softmax(-1)
+            return self.logits[positions][:, self.target_ids]
+        logits = self.states(positions) @ self.rows.T  # [c,Vd]
+        return logits if self.transform is None else self.transform(logits.float(), self.target_ids)
 
     def argmax(self, positions: Tensor) -> Tensor:
         """``[c]`` int64 argmax over the target's full vocabulary."""

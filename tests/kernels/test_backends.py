@@ -57,9 +57,23 @@ def compiled(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_every_kernel_compiles_to_gpu_code(compiled):
-    assert len({name.split(",")[0] for name in compiled}) == 10
+    assert len({name.split(",")[0] for name in compiled}) == 11
     for name, result in compiled.items():
         assert result["cubin"] > 1000, (name, result)
+
+
+def test_kernels_of_training_compile_without_spills_for_three_generations(tmp_path):
+    """At production sizes every specialisation keeps its numbers in registers."""
+    capabilities = ("80", "90", "100")
+    command = ("-m", "tests.kernels.compile_kernels", "--large", "--capability", *capabilities)
+    process = run_python(*command, TRITON_CACHE_DIR=str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout)
+    for capability in capabilities:
+        assert sum(f"sm_{capability}," in name for name in found) >= 3
+    for name, result in found.items():
+        assert result["cubin"] > 1000 and result["spilled_bytes"] == 0, (name, result)
+        assert result["ptx_read_only_loads"] == 0, name
 
 
 def test_kernels_never_read_through_the_read_only_cache(compiled):

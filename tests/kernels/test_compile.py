@@ -18,7 +18,22 @@ def arguments(name: str) -> tuple:
     probs, uniforms = torch.rand(1, 6, 40).softmax(-1), torch.rand(1, 4)
     nodes, counts = Cases(0, "cpu").accepted(1, 6, 4)
     walk = (tree.tokens, tree.parents)
+    rows, labels = torch.rand(3, 7), torch.tensor([2, 5])
     return {
+        "distill_rows": (
+            rows,
+            rows[:2].clone(),
+            torch.tensor([0, 0, 1]),
+            torch.tensor([[0, 2], [2, 1]]),
+            labels,
+            rows[:, 0].clone(),
+            rows[:, 1].clone(),
+            True,
+            True,
+            True,
+            2,
+            "auto",
+        ),
         "select_nodes": (scores, 5, "auto"),
         "build_tree": (scores, tokens, parent_list, None, 6, 2, "auto"),
         "verify_greedy": (*walk, torch.tensor([[12, 70, 23, 71, 50, 72]]), torch.tensor([True]), 3, "auto"),
@@ -32,8 +47,8 @@ def arguments(name: str) -> tuple:
     }[name]
 
 
-NAMES = ("select_nodes", "build_tree", "verify_greedy", "sample_and_match", "reject_target_only", "pack_mask",
-         "unpack_mask", "repack_mask", "repack_accepted", "relocate_kv")  # fmt: skip
+NAMES = ("distill_rows", "select_nodes", "build_tree", "verify_greedy", "sample_and_match", "reject_target_only",
+         "pack_mask", "unpack_mask", "repack_mask", "repack_accepted", "relocate_kv")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
