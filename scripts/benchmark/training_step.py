@@ -2,6 +2,7 @@
 
     python scripts/benchmark/training_step.py                 quick-start target, B=2, S=512, K=3, Vd=8192, float32
     python scripts/benchmark/training_step.py --supervised 1  every token supervised (default: the data's own mask)
+    python scripts/benchmark/training_step.py --compile       also the step with training.torch_compile, in turn
 
 Both ratios come from one run: target and step are timed in turn, so that another load on the machine meets both. The
 step is everything but the target's forward: counting, rollout, loss, backward, clipping, optimiser. The memory part
@@ -36,7 +37,7 @@ from modelopt_eagle.target import load_target
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training.optimizer import build_optimizers
-from modelopt_eagle.training.step import TeacherTables, TrainingStep
+from modelopt_eagle.training.step import TeacherTables, TrainingStep, compile_layers
 
 MEMORY_LENGTHS = (256, 512, 1024, 2048)
 
@@ -53,6 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--supervised", type=float, help="share of supervised tokens in place of the data's own mask")
     parser.add_argument("--repeats", type=int, default=7, help="timings of each; the median counts")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--compile", action="store_true", help="time the step with compiled layers beside the plain one"
+    )
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--csv", type=Path, help="append a row")
     parser.add_argument("--memory-of", type=int, metavar="S", help=argparse.SUPPRESS)
@@ -136,6 +140,10 @@ def measure_time(args, target) -> dict:
         "target_backbone": lambda: target.features(ids, None, config.aux_layer_ids),
         "step": lambda: run_step(step, optimizers, settings, batch),
     }
+    if args.compile:
+        built = make_step(config, target.embedding.weight, target.head, args.steps, args.device)
+        compile_layers(built[0].module)
+        parts["compiled_step"] = lambda: run_step(*built, batch)
     times: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(args.repeats + 1):
         for name, function in parts.items():
@@ -144,7 +152,12 @@ def measure_time(args, target) -> dict:
                 times[name].append(seconds)
     medians = {name: statistics.median(values) for name, values in times.items()}
     ratios = [step / full for step, full in zip(times["step"], times["target_forward"], strict=True)]
+    found = {}
+    if args.compile:
+        gains = [fast / plain for fast, plain in zip(times["compiled_step"], times["step"], strict=True)]
+        found["compiled_ratio"] = statistics.median(gains)
     return {
+        **found,
         **{f"{name}_s": value for name, value in medians.items()},
         "supervised_share": float(supervised.float().mean()),
         "ratio": statistics.median(ratios),
@@ -227,6 +240,8 @@ def main() -> int:
     share = found["supervised_share"]
     print(f"step without it             {found['step_s']:8.3f} s   ({share:.0%} of the tokens supervised)")
     print(f"step / target's forward     {found['ratio']:8.3f}     (/ backbone alone {found['ratio_backbone']:.3f})")
+    if args.compile:
+        print(f"compiled / plain step       {found['compiled_ratio']:8.3f}     (compilation itself is not counted)")
     if not args.no_memory and args.device == "cpu":
         memory = measure_memory(args, DraftConfig.from_target(target.config, args.draft_vocab_size))
         for row in memory:

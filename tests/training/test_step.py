@@ -1,5 +1,6 @@
 """The one module behind which head and loss lie: counting, empty batches, hard labels, bf16, compilation."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -118,9 +119,13 @@ def test_bf16_stays_close_to_float32(tiny_target, batch):
     assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in half.parameters())
 
 
-def test_compiled_layers_give_the_same_loss_and_gradients(tiny_target, batch):
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_layers_give_the_same_loss_and_gradients(tiny_target, batch, backend):
+    """With the inductor the C++ that a run would run; where no compiler is, there is none to test."""
+    if backend == "inductor" and shutil.which("gcc") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
     plain, compiled = make_step(tiny_target), make_step(tiny_target)
-    compile_layers(compiled.module, backend="eager")
+    compile_layers(compiled.module, backend=backend)
     norm = plain.normalisers(plain.count_positions(batch), batch.num_tokens)
     a, b = plain(batch, norm).loss, compiled(batch, norm).loss
     a.backward()
