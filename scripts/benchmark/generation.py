@@ -9,8 +9,10 @@ real, the acceptance is not.
 
     python scripts/benchmark/generation.py --contexts 128 1024 4096 8000
 
-Prints what passes of 1, 4 and 9 nodes cost behind so many tokens instead. With one thread (OMP_NUM_THREADS=1) on a CPU
-it is processor time, which other work on the machine hardly changes. ``--attention own`` leaves the target its own.
+Prints what passes of 1, 4 and 9 nodes cost behind so many tokens instead, beside transformers' own step of one token
+(nothing lent to its layers). With one thread (OMP_NUM_THREADS=1) on a CPU it is processor time, which other work on
+the machine hardly changes. ``--attention own`` leaves the target its own. With ``--model_path`` it also decodes prompts
+of so many tokens, the shipped chats one after the other, and prints acceptance, speed-up and its share by context.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def main() -> None:
     target = load_target(arguments.target)
     if arguments.contexts:
         by_context(target, arguments)
-        return
+        if arguments.model_path is None:
+            return
     head = random_head(target) if arguments.model_path is None else load_draft(arguments.model_path, dtype=target.dtype)
     head = head.to(target.device).eval()
     fast = {"on": True, "off": False}.get(arguments.fast_linear, arguments.fast_linear)
@@ -83,6 +86,9 @@ def main() -> None:
         generators[f"tree {shape}"] = PseudoSpeculativeGenerator(
             target, head, "tree", topk=topk, depth=depth, num_nodes=nodes, fast_linear=fast
         )
+    if arguments.contexts:
+        speeds_by_context(target, generators, arguments)
+        return
     speeds = time_generators(
         list(generators.values()), load_prompts(arguments.prompts), arguments.num_prompts, arguments.max_new_tokens
     )
@@ -129,17 +135,16 @@ def by_context(target, arguments) -> None:
     from modelopt_eagle.validation.report import format_table
 
     fast = FastLinears.shared(target.model, {"on": True, "off": False}.get(arguments.fast_linear, "auto"))
-    rows = [("context", *(f"{nodes} nodes" for nodes in NODES), *(f"{nodes} over 1" for nodes in NODES[1:]))]
+    rows = [("context", "transformers", *(f"{nodes} nodes" for nodes in NODES), "1 over transformers")]
+    rows[0] += tuple(f"{nodes} over 1" for nodes in NODES[1:])
     data, used, begun = [], time.process_time(), time.perf_counter()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        if fast is not None:
-            stack.enter_context(fast.use())
+    with torch.inference_mode():
         for context in arguments.contexts:
-            times = time_passes(target, context, arguments.repeats, arguments.attention == "grouped")
-            data.append({"context": context, "seconds": times})
-            shares = (f"{times[nodes] / times[1]:.2f}" for nodes in NODES[1:])
-            rows.append((str(context), *(f"{1e3 * times[nodes]:.1f} ms" for nodes in NODES), *shares))
+            times, own = time_passes(target, context, arguments.repeats, arguments.attention == "grouped", fast)
+            data.append({"context": context, "seconds": times, "transformers": own})
+            shares = [times[1] / own, *(times[nodes] / times[1] for nodes in NODES[1:])]
+            spent = (f"{1e3 * seconds:.1f} ms" for seconds in (own, *times.values()))
+            rows.append((str(context), *spent, *(f"{share:.2f}" for share in shares)))
     share = (time.process_time() - used) / (time.perf_counter() - begun)
     print(
         f"{target.name}; {package_commit()}; {torch.get_num_threads()} threads, {platform.machine()}, torch "
@@ -150,30 +155,82 @@ def by_context(target, arguments) -> None:
         arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def time_passes(target, context: int, repeats: int, lend: bool) -> dict[int, float]:
-    """Best seconds of a pass by number of nodes; all sizes take turns. The cache holds random keys, unread."""
+def time_passes(target, context: int, repeats: int, lend: bool, fast) -> tuple[dict[int, float], float]:
+    """Best seconds of a pass by number of nodes, and of one token by the model as transformers runs it; all take
+    turns. The caches hold random keys, unread."""
     import torch
-
-    alone = target.device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
 
     from modelopt_eagle.decoding.masks import causal
     from modelopt_eagle.decoding.target_runner import TargetRunner
 
-    best = dict.fromkeys(NODES, float("inf"))
+    alone = target.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
     capacity = context + 2 * max(NODES)
-    with TargetRunner(target, target.default_aux_layer_ids(), capacity, max(NODES), lend) as runner:
-        runner.prefill(torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1])
-        for pool in runner.cache.tensors():
-            pool.normal_()
-        for _ in range(repeats):
-            for nodes in NODES:
-                tokens = torch.randint(target.vocab_size, (1, nodes), device=target.device)
-                sees, depths = causal(nodes, target.device)
-                started = clock()
-                runner.verify(tokens, [context], sees, depths)[0].sum().item()
-                best[nodes] = min(best[nodes], clock() - started)
-    return best
+    own = TargetRunner(target, (), capacity, 1, lend=False)
+    ours = TargetRunner(target, target.default_aux_layer_ids(), capacity, max(NODES), lend)
+    turns = [(own, (1,), None), (ours, NODES, fast)]
+    best = {(runner, nodes): float("inf") for runner, sizes, _ in turns for nodes in sizes}
+    for repeat in range(repeats):
+        for runner, sizes, linears in turns:
+            with ExitStack() as stack:
+                if linears is not None:
+                    stack.enter_context(linears.use())
+                stack.enter_context(runner)
+                if repeat == 0:
+                    runner.prefill(torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1])
+                    for pool in runner.cache.tensors():
+                        pool.normal_()
+                for nodes in sizes:
+                    tokens = torch.randint(target.vocab_size, (1, nodes), device=target.device)
+                    sees, depths = causal(nodes, target.device)
+                    started = clock()
+                    runner.verify(tokens, [context], sees, depths)[0].sum().item()
+                    best[runner, nodes] = min(best[runner, nodes], clock() - started)
+    return {nodes: best[ours, nodes] for nodes in NODES}, best[own, 1]
+
+
+def speeds_by_context(target, generators: dict, arguments) -> None:
+    """Acceptance and speed-up of generators on prompts of several lengths, prefill left out of the share."""
+    from modelopt_eagle.data import load_prompts
+    from modelopt_eagle.validation.dialogues import first_turn
+    from modelopt_eagle.validation.report import format_table
+    from modelopt_eagle.validation.speed import measure_speed
+
+    chats = [first_turn(target, prompt) for prompt in load_prompts(arguments.prompts) if not prompt.parts]
+    rows, data = [("context", "draft", "acceptance", "speed-up", "share", "with prefill", "on a processor")], []
+    for context in arguments.contexts:
+        prompts = [long_prompt(chats, place, context) for place in range(min(arguments.num_prompts, len(chats)))]
+        speeds = measure_speed(list(generators.values()), prompts, arguments.max_new_tokens)
+        for name, speed in zip(generators, speeds, strict=True):
+            decoding = speed.acceptance_length / speed.break_even
+            share = "?" if speed.processor_share is None else f"{100 * speed.processor_share:.0f} %"
+            rows.append(
+                (
+                    str(context),
+                    name,
+                    f"{speed.acceptance_length:.3f}",
+                    f"{decoding:.2f}x",
+                    f"{100 / speed.break_even:.0f} %",
+                    f"{speed.speedup:.2f}x",
+                    share,
+                )
+            )
+            measured = {key: value for key, value in vars(speed).items() if key != "divergences"}
+            data.append({"context": context, "draft": name, **measured, "decoding_speedup": decoding})
+    print(format_table(rows))
+    print("share: of the acceptance length that arrives as speed-up over plain decoding, steps alone (80 % is the aim)")
+    if arguments.output is not None:
+        passes = json.loads(arguments.output.read_text(encoding="utf-8"))
+        arguments.output.write_text(json.dumps({"passes": passes, "speeds": data}, indent=2) + "\n", encoding="utf-8")
+
+
+def long_prompt(chats: list[list[int]], place: int, length: int) -> list[int]:
+    """The last ``length`` tokens of the chats one after the other, that at ``place`` the last of them."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens = chats[place % len(chats)] + tokens
+        place -= 1
+    return tokens[-length:]
 
 
 def lost(speed) -> str:

@@ -9,6 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from heads import make_head
+
+from modelopt_eagle.export import export_checkpoint
+from modelopt_eagle.target import load_target
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "benchmark"
 
@@ -99,14 +103,32 @@ def test_linear_layers(monkeypatch, capsys):
     assert len(lines) == 3 and all("oneDNN packed" in line for line in lines[1:])
 
 
-def test_passes_by_context(tmp_path, monkeypatch, capsys, tiny_target_dir):
+@pytest.mark.parametrize("decodes", [False, True])
+def test_passes_and_speeds_by_context(tmp_path, monkeypatch, capsys, tiny_target_dir, decodes):
     generation = load("generation", monkeypatch)
     out = tmp_path / "passes.json"
-    monkeypatch.setattr(
-        "sys.argv",
-        ["x", "--target", str(tiny_target_dir), "--contexts", "20", "60", "--repeats", "2", "--output", str(out)],
-    )
+    command = ["x", "--target", str(tiny_target_dir), "--contexts", "20", "60", "--repeats", "2", "--output", str(out)]
+    if decodes:
+        head = tmp_path / "head"
+        export_checkpoint(make_head(load_target(tiny_target_dir)), None, head)
+        command += ["--model_path", str(head), "--steps", "2", "--trees", "--num_prompts", "2", "--max_new_tokens", "8"]
+    monkeypatch.setattr("sys.argv", command)
     generation.main()
-    rows = json.loads(out.read_text())
+    found, printed = json.loads(out.read_text()), capsys.readouterr().out
+    rows = found["passes"] if decodes else found
     assert [row["context"] for row in rows] == [20, 60] and set(rows[0]["seconds"]) == {"1", "4", "9"}
-    assert "4 over 1" in capsys.readouterr().out
+    assert all(row["transformers"] > 0 for row in rows) and "4 over 1" in printed
+    if decodes:
+        assert [(row["context"], row["draft"]) for row in found["speeds"]] == [(20, "chain 2"), (60, "chain 2")]
+        for row in found["speeds"]:
+            spent = row["draft_step"] + row["verify_step"] + row["other_step"]
+            assert row["decoding_speedup"] == pytest.approx(row["acceptance_length"] * row["plain_step"] / spent)
+            assert 1 <= row["acceptance_length"] <= 3 and row["prompts"] == 2
+        assert "80 % is the aim" in printed
+
+
+def test_long_prompts_end_with_their_own_chat(monkeypatch):
+    generation = load("generation", monkeypatch)
+    chats = [[1, 2, 3], [4, 5]]
+    assert generation.long_prompt(chats, 1, 4) == [2, 3, 4, 5]
+    assert generation.long_prompt(chats, 0, 9) == [5, 1, 2, 3, 4, 5, 1, 2, 3]
