@@ -169,6 +169,7 @@ def serve(job_path):
     with open(job_path, encoding="utf-8") as stream:
         job = json.load(stream)
     given = [*options(job, job["batch_size"]), "--alias", job["served_name"], "--metrics", "--no-cache-prompt"]
+    given += ["--skip-chat-parsing"]  # an answer is measured as it is, whatever its form
     given += ["--host", "127.0.0.1", "--port", str(job["port"])]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # end with the process that started this one

@@ -96,7 +96,11 @@ def test_both_servers_are_started_with_the_files_and_counted(there, capsys):
         assert row["acceptance"]["accepted_per_position"] == [2, 1, 0] and row["acceptance"]["drafted"] == 6
     plain, headed = (there / "asked").read_text().splitlines()
     for line in (plain, headed):
-        assert "--metrics --no-cache-prompt" in line and "--parallel 2 " in line and "--ctx-size 1024 " in line
+        assert (
+            "--metrics --no-cache-prompt --skip-chat-parsing" in line
+            and "--parallel 2 " in line
+            and "--ctx-size 1024 " in line
+        )
         assert "--cache-type-k f32" in line and "--offline" in line
     assert "--model-draft" not in plain
     assert f"--model-draft {there}/gguf/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 2" in headed
