@@ -120,13 +120,11 @@ class RunBudget:
         known = self._agreed(read_record(self.folder) if self._main else None)
         again = known is not None and known.data == data and known.minutes == self._record.minutes
         record = self._record = known if again else Record(self._record.minutes, data)
-        settled = record.settled
-        parts = split_parts(lengths, self.recipe.training.seed)
-        if settled:
-            parts = split_parts(lengths, self.recipe.training.seed, rows=record.rows)
-        elif self.recipe.data.cache_features == "disk":
+        settled, on_disk = record.settled, self.recipe.data.cache_features == "disk"
+        parts = split_parts(lengths, self.recipe.training.seed, rows=record.rows if settled else None)
+        if on_disk:
             self._before = record.feature_seconds
-        else:
+        elif not settled:
             record.rows, record.feature_seconds = 0, 0.0
         begun, tokens, taken, stored = time.monotonic(), 0, 0, record.rows
         for part in parts:

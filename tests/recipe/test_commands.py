@@ -108,6 +108,18 @@ def test_listing_commands_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.parametrize("command", ["train", "train_and_export"])
+def test_a_run_says_something_before_it_imports_anything_large(command):
+    code = (
+        f"import sys; from modelopt_eagle.cli import {command} as run\n"
+        "begin = run.begin\n"
+        "def stop(*args):\n    begin(*args)\n    sys.exit('torch' in sys.modules or 'transformers' in sys.modules)\n"
+        f"run.begin = stop\nfrom modelopt_eagle.cli.main import run_command\nsys.exit(run_command({command!r}, []))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr.endswith("a run into ckpts/quickstart (loading)\n")
+
+
 def test_a_closed_pipe_is_no_error():
     code = "from modelopt_eagle.cli.main import main; import sys; sys.exit(main(['--help']))"
     done = subprocess.run(["bash", "-c", f'set -o pipefail; {sys.executable} -c "{code}" | true'], capture_output=True)

@@ -3,10 +3,12 @@
 ``apt-get install chromium`` brings one. Without it these tests are not defined; those of ``test_page.py`` always run.
 """
 
+import importlib.util
 import re
 import shutil
 import subprocess
 from html import escape
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +65,15 @@ if BROWSER is not None:
             assert picture.stat().st_size > 20_000
             browse(tmp_path, f"--print-to-pdf={paper}", page.as_uri())
             assert paper.read_bytes().startswith(b"%PDF")
+
+    def test_the_page_is_photographed_for_the_readme(pages, tmp_path):
+        path = Path(__file__).parents[2] / "scripts" / "draw_run.py"
+        spec = importlib.util.spec_from_file_location("draw_run", path)
+        draw = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(draw)
+        run, log = pages["run"].parents[1], tmp_path / "run.log"
+        log.write_text("quickstart: a run into here (loading)\nstep 1/2 | loss 3\n")
+        draw.main([str(run), "--log", str(log), "--folder", str(tmp_path)])
+        picture = (tmp_path / "page.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and 20_000 < len(picture) < 200_000
+        assert "step 1/2" in (tmp_path / "terminal.svg").read_text()

@@ -109,6 +109,17 @@ def test_a_run_stopped_in_its_features_goes_on_with_what_is_left(slow, tiny_targ
     assert ended["before_training"] == pytest.approx(record(tmp_path / "whole")["before_training"], abs=6)
 
 
+@pytest.mark.parametrize("cache", ["disk", "memory"])
+def test_features_count_where_a_run_ended_between_them_and_training(cache, slow, tiny_target_dir, data, tmp_path):
+    slow.per_token = 0.025
+    recipe = recipe_of(tiny_target_dir, data, tmp_path / "run", cache)
+    train(recipe)
+    whole = record(tmp_path / "run")
+    (tmp_path / "run" / "budget.json").write_text(json.dumps(whole | {"training_seconds": None, "before_training": 0}))
+    train(recipe)
+    assert record(tmp_path / "run") == pytest.approx(whole)
+
+
 def test_features_in_memory_are_gone_and_so_is_their_time(slow, tiny_target_dir, data, tmp_path):
     slow.per_token, slow.stop_after = 0.025, 600
     with pytest.raises(KeyboardInterrupt):
@@ -156,3 +167,18 @@ def test_training_keeps_a_least_share_and_says_so(slow, tiny_target_dir, data, t
     assert record(tmp_path / "run")["training_seconds"] == pytest.approx(budget.TRAINING_LEAST * 60)
     assert "warning: they will not be kept" in result.header[-1]
     assert measuring_seconds(recipe_of(tiny_target_dir, data, tmp_path / "run"), 6.0) == pytest.approx(7.5)
+
+
+def test_an_estimate_says_how_many_rows_fit():
+    from modelopt_eagle.cli.estimate import budget_lines
+    from modelopt_eagle.recipe import load_recipe
+
+    found = types.SimpleNamespace(target_flops=600e9)
+    recipe = load_recipe("quickstart", ["training.run_budget_minutes=10"])
+    (line,) = budget_lines(recipe, found, 5e9)
+    assert "10.0 min" in line and "ends after 7.5; features have 4.0, which is enough for all rows" in line
+    (line,) = budget_lines(recipe, found, 1e9)
+    assert "enough for about 40% of the rows" in line
+    (line,) = budget_lines(load_recipe("eagle3", ["training.run_budget_minutes=10"]), found, 1e9)
+    assert "features have" not in line
+    assert budget_lines(load_recipe("eagle3"), found, 1e9) == []
