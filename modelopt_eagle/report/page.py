@@ -132,12 +132,14 @@ def series(history: Sequence[dict[str, Any]], key: str, factor: float = 1.0) -> 
 
 
 def by_depth(history: Sequence[dict[str, Any]], key: str) -> list[Curve]:
-    """One curve a rollout step of a metric ``[K]``."""
+    """One curve a rollout step of a metric ``[K]``, without points where it was not trained (``eagle.ttt_warmup``)."""
     depth = max((len(entry[key]) for entry in history), default=0)
     curves = []
     for k in range(depth):
-        found = [(entry["step"], entry[key][k]) for entry in history if k < len(entry[key])]
-        curves.append(Curve(f"step {k + 1}", [step for step, _ in found], [value for _, value in found]))
+        trained = [entry for entry in history if k < len(entry[key]) and (k == 0 or entry["per_step"][k] != 0)]
+        found = [(entry["step"], entry[key][k]) for entry in trained]
+        if found:
+            curves.append(Curve(f"step {k + 1}", [step for step, _ in found], [value for _, value in found]))
     return curves
 
 

@@ -11,8 +11,8 @@ from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.errors import CheckpointError
 from modelopt_eagle.report import plots, read_run, write_comparison, write_page
 from modelopt_eagle.report.facts import by_category, by_context
-from modelopt_eagle.report.page import examples
-from tests.report.runs import HOSTILE, make_acceptance, make_dialogues, make_run
+from modelopt_eagle.report.page import by_depth, examples
+from tests.report.runs import HOSTILE, make_acceptance, make_dialogues, make_history, make_run
 
 VOID = {"meta", "link", "br"}
 
@@ -296,3 +296,13 @@ def test_notes_of_a_measurement_are_on_the_page(tmp_path):
     run = make_run(tmp_path / "run", acceptance=make_acceptance(rows, notes=["2 of <b> prompts were not asked"]))
     page = write_page(read_run(run), run / "report").read_text()
     assert "2 of &lt;b&gt; prompts were not asked" in page
+
+
+def test_a_step_that_was_not_trained_has_no_loss():
+    history = make_history()
+    for entry in history[:5]:
+        entry["per_step"][1:] = entry["accuracy"][1:] = [0.0, 0.0]
+    for key in ("per_step", "accuracy"):
+        first, *later = by_depth(history, key)
+        assert len(first.x) == len(history)
+        assert all(len(curve.x) == len(history) - 5 and curve.x[0] == history[5]["step"] for curve in later)
