@@ -40,8 +40,8 @@ def shape_probabilities(logits: Tensor, options: list[SamplingOptions]) -> Tenso
         weak = probabilities < floor * probabilities.amax(-1, keepdim=True)
         probabilities = probabilities.masked_fill(weak, 0.0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    greedy = torch.tensor([o.greedy for o in options], device=device)
-    if bool(greedy.any()):
+    if any(o.greedy for o in options):
+        greedy = torch.tensor([o.greedy for o in options], device=device)
         hard = torch.zeros_like(probabilities).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         probabilities = torch.where(greedy[:, None, None], hard, probabilities)
     return probabilities

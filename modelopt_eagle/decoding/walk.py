@@ -97,9 +97,10 @@ def reject_path(draft: SampledDraft, logits: Tensor, requests: list[Request]) ->
         drawn = draw_reference(p, last[:, step])  # [B]
         token = torch.where(taken, token, drawn)
         out.append(torch.where(walking, token, -1))
-        for row, (walks, value) in enumerate(zip(walking.tolist(), token.tolist(), strict=True)):
-            if walks:
-                said[row].append(value)
+        if any(request.processor is not None for request in requests):
+            for row, (walks, value) in enumerate(zip(walking.tolist(), token.tolist(), strict=True)):
+                if walks:
+                    said[row].append(value)
         walking = walking & taken
         if nobody(walking):
             break

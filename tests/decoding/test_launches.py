@@ -9,7 +9,7 @@ from heads import make_head
 from test_architectures import PROMPTS as TEXTS
 from test_architectures import build
 
-from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, relocate
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, relocate, walk
 from modelopt_eagle.decoding.row_cache import RowCache
 from modelopt_eagle.kernels import relocate_kv as relocate_operation
 from modelopt_eagle.kernels import verify_greedy as verify_operation
@@ -25,15 +25,38 @@ def waits(monkeypatch):
             torch.Tensor, name, lambda self, *a, own=own, name=name, **k: seen.append(name) or own(self, *a, **k)
         )
     monkeypatch.setattr(sys.modules[relocate_operation.__module__], "check_path", lambda *a: None)
-    monkeypatch.setattr(sys.modules[verify_operation.__module__], "nobody", lambda walking: False)
+    for module in (sys.modules[verify_operation.__module__], walk):
+        monkeypatch.setattr(module, "nobody", lambda walking: False)
+    monkeypatch.setattr(walk, "visiting", lambda walking: list(range(len(walking))))
     return seen
 
 
-@pytest.mark.parametrize("options", [None, dict(num_steps=3), dict(mode="tree", topk=3, depth=3)], ids=str)
-def test_a_round_waits_once(target, good_head, prompts, waits, options):
+DRAWN = dict(sample_drafts=True)
+SAMPLED = dict(temperature=[0.8, 0.0], top_k=[20, 0], min_p=[0.05, 0.0], seed=1)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        dict(num_steps=3),
+        dict(mode="tree", topk=3, depth=3),
+        dict(DRAWN, num_steps=3),
+        dict(DRAWN, mode="tree", topk=2, depth=3),
+    ],
+    ids=str,
+)
+def test_a_round_waits_once(target, good_head, prompts, waits, options, sampled):
     generator = PlainGenerator(target) if options is None else PseudoSpeculativeGenerator(target, good_head, **options)
     marks = []
-    generator.generate(prompts[:1], 24, on_tokens=lambda *a: marks.append(len(waits)))
+    generator.generate(
+        prompts[:2],
+        24,
+        on_tokens=lambda row, *a: row or marks.append(len(waits)),
+        eos_token_id=[],
+        **(SAMPLED if sampled else {}),
+    )
     rounds = [after - before for before, after in pairwise(marks)]
     assert len(rounds) > 3
     moves = waits[marks[0] :].count(
