@@ -1,4 +1,4 @@
-"""Tree operations of speculative decoding: one file each, a Triton kernel beside its PyTorch reference.
+"""Kernels of tree drafting and of training: one file each, a Triton kernel beside its PyTorch reference.
 
 See ``docs/kernels.md``. Importing this package does not import Triton.
 """

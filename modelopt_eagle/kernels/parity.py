@@ -283,6 +283,8 @@ def check_distill_rows(cases: Cases, backend: str) -> None:
         teacher = cases.integers(0, width, places)
     groups = torch.stack((first, counts), 1).to(choose.choice([torch.int32, torch.int64]))  # [g,2]
     top = cases.integers(-1, width, places)
+    if choose.random() < 0.6:  # the first of the largest, as the reference finds it
+        top[taken] = draft.float().argmax(-1)[first].to(top.dtype)
     weight = torch.rand(rows, generator=cases.generator) * 3
     share = torch.rand(rows, generator=cases.generator) if choose.random() < 0.5 else None
     place = taken.repeat_interleave(counts).to(cases.device)
