@@ -142,6 +142,29 @@ def together(target: Any) -> AbstractContextManager:
     return contextlib.nullcontext() if lockstep is None else lockstep.together()
 
 
+_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "pair closure")
+"""What gloo says of a process that is gone."""
+
+
+@contextlib.contextmanager
+def ended_peers() -> Iterator[None]:
+    """Inside, that another process of the launch has ended in the middle of things is told in one line.
+
+    Raises:
+        TargetError: in place of the error that the collective operation raised.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or any(text in str(error).lower() for text in _LOST)
+        if not (lost and dist.is_initialized()):
+            raise
+        raise TargetError(
+            "another process of this run has ended, so this one ends too: what it met stands in its own words; the "
+            "same command goes on from the newest checkpoint"
+        ) from error
+
+
 def check_quantised(name: object, config: Any) -> None:
     """Refuse to split a quantised target.
 

@@ -12,6 +12,7 @@ from modelopt_eagle.common.console import say, shown
 from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.common.machine import environment
 from modelopt_eagle.recipe import Recipe, as_recipe
+from modelopt_eagle.target.shards import ended_peers
 from modelopt_eagle.training.checkpoint import BEST
 from modelopt_eagle.training.given import take
 from modelopt_eagle.training.prechecks import check_files, check_paths
@@ -69,10 +70,11 @@ def train(
             check_given(recipe, given, state, accelerator.device)
             say_once(f"{folder}: training is complete (step {state['step']})")
             return make_result(folder, state, (folder / BEST).resolve())
-        run = assemble(recipe, accelerator, say_once, given)
-        if accelerator.is_main_process:
-            record(folder, run)
-        return Trainer(recipe, run, accelerator, on_step).fit()
+        with ended_peers():
+            run = assemble(recipe, accelerator, say_once, given)
+            if accelerator.is_main_process:
+                record(folder, run)
+            return Trainer(recipe, run, accelerator, on_step).fit()
 
 
 def record(folder: Path, run: Run) -> None:

@@ -84,8 +84,12 @@ def not_split(recipe: Recipe) -> str | None:
         return "training.run_budget_minutes with data.cache_features: disk needs it whole"
     if ":" in model.device:
         return f"model.device is {model.device} for all"
-    config = load_config(resolve(model.base_model), model.revision, model.trust_remote_code)
-    return "quantised weights are not split" if getattr(config, "quantization_config", None) is not None else None
+    return None
+
+
+def quantised(config: Any) -> bool:
+    """Whether a target's weights are."""
+    return getattr(config, "quantization_config", None) is not None
 
 
 def whole_fits(recipe: Recipe, device: torch.device, alone: bool = False) -> tuple[bool, str]:
@@ -104,6 +108,8 @@ def whole_fits(recipe: Recipe, device: torch.device, alone: bool = False) -> tup
     local = 1 if alone else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     memory, model = device_memory(device, local), recipe.model
     config = load_config(resolve(model.base_model), model.revision, model.trust_remote_code)
+    if quantised(config):
+        return True, "the target is quantised, and its size is not known from its configuration"
     named = model.load_arguments()["dtype"]
     text = config.get_text_config(decoder=True)
     dtype = getattr(torch, named) if named != "auto" else getattr(text, "dtype", None) or torch.float32

@@ -50,7 +50,7 @@ PROGRAMS_ELSEWHERE = {
 }
 """Programs that a test of their own runs: page, a word of the block, test."""
 
-NEEDS = {"SLURM, GPUs": 2, "a server, or vLLM": 1, "llama.cpp": 1, "llama.cpp, from here on": 1,
+NEEDS = {"SLURM, GPUs": 3, "Docker, GPUs": 1, "a server, or vLLM": 1, "llama.cpp": 1, "llama.cpp, from here on": 1,
          "the network": 2, "vLLM (--print: only show it)": 1, "vLLM, which the first line makes": 1}  # fmt: skip
 """What blocks of the pages say that they need, and how many do."""
 

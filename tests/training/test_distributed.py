@@ -30,8 +30,8 @@ def data(tmp_path_factory):
     return write_conversations(tmp_path_factory.mktemp("data") / "rows.jsonl", 11)
 
 
-def launch(*arguments, script=SCRIPT, processes=2):
-    """Run a script in two processes; returns what they printed."""
+def launch(*arguments, script=SCRIPT, processes=2, well=True):
+    """Run a script in two processes, to end well or not; returns what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -47,7 +47,7 @@ def launch(*arguments, script=SCRIPT, processes=2):
     done = subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert (done.returncode == 0) == well, done.stderr[-3000:]
     return done.stdout + done.stderr
 
 

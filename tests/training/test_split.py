@@ -104,6 +104,21 @@ def test_the_header_says_how_the_target_lies(found):
 
 
 @pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("--fail-at", "process 1 failed, so all end: FeatureError: row 7 is broken"),
+        ("--die-at", "another process of this run has ended, so this one ends too"),
+    ],
+)
+def test_a_process_that_fails_ends_the_other_with_one_message(tiny_target_dir, data, tmp_path, how, says):
+    """Its own error, or where it is gone without a word, that; and no traceback."""
+    more = ("training.batch_size=1", "model.parallel=fsdp")
+    said = launch(tiny_target_dir, data, tmp_path / "run", how, 8, *more, well=False)
+    assert said.count(f"refused: {says}") == 1
+    assert "RuntimeError" not in said and "Connection" not in said
+
+
+@pytest.mark.parametrize(
     ("more", "says"),
     [
         (("data.offline_data_path=store",), "takes its features from elsewhere"),
@@ -161,6 +176,8 @@ def test_quantised_weights_are_not_split(tiny_target_dir, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(TargetError, match=r"is quantised \(fp8\), and such weights are not split"):
         load_target(folder, shards="two")
+    fits, why = placement.whole_fits(small_recipe(folder, "d", tmp_path), torch.device("cpu"))
+    assert fits and "quantised" in why
 
 
 def test_one_process_splits_nothing(tiny_target_dir, data, tmp_path):

@@ -1,6 +1,7 @@
 """Entry of the launched processes in ``test_distributed.py``: trains one small run.
 
-torchrun ... tests/training/two_processes.py TARGET DATA OUTPUT [--stop-at STEP] [OVERRIDE ...]
+torchrun ... tests/training/two_processes.py TARGET DATA OUTPUT [--stop-at STEP | --fail-at CALL | --die-at CALL]
+    [OVERRIDE ...]
 """
 
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from modelopt_eagle.errors import EagleError
+from modelopt_eagle.errors import EagleError, FeatureError
+from modelopt_eagle.features import OnlineSource
 from modelopt_eagle.training import budget, train
 from modelopt_eagle.training.trainer import Trainer
 from tests.training.runs import small_recipe
@@ -28,8 +30,27 @@ def stop_at(step: int) -> None:
     Trainer.optimise = optimise
 
 
+def fail_at(step: int, die: bool) -> None:
+    """The second process meets an error of its own between two passes of the target, or is gone without a word."""
+    original = OnlineSource.load
+
+    def load(self, indices):
+        load.calls += 1
+        if load.calls == step and os.environ["RANK"] == "1":
+            if die:
+                os._exit(9)
+            raise FeatureError("row 7 is broken")
+        return original(self, indices)
+
+    load.calls = 0
+    OnlineSource.load = load
+
+
 def main() -> None:
     target, data, output, *rest = sys.argv[1:]
+    if rest[0] in ("--fail-at", "--die-at"):
+        fail_at(int(rest[1]), rest[0] == "--die-at")
+        rest = rest[2:]
     budget.PART_TOKENS = 200
     if rest[:1] == ["--stop-at"]:
         stop_at(int(rest[1]))
@@ -37,7 +58,8 @@ def main() -> None:
     try:
         train(small_recipe(target, data, output, *rest))
     except EagleError as error:
-        print(f"refused: {error}")
+        print(f"refused: {error}", flush=True)
+        sys.exit(3 if "--fail" in " ".join(sys.argv) or "--die" in " ".join(sys.argv) else 0)
 
 
 if __name__ == "__main__":
