@@ -113,8 +113,8 @@ def test_the_header_says_how_the_target_lies(found):
 def test_a_process_that_fails_ends_the_other_with_one_message(tiny_target_dir, data, tmp_path, how, says):
     """Its own error, or where it is gone without a word, that; and no traceback."""
     more = ("training.batch_size=1", "model.parallel=fsdp")
-    said = launch(tiny_target_dir, data, tmp_path / "run", how, 8, *more, well=False)
-    assert said.count(f"refused: {says}") == 1
+    said = launch(tiny_target_dir, data, tmp_path / "run", how, 3, *more, well=False)
+    assert said.count(f"refused: {says}") == 1, said
     assert "RuntimeError" not in said and "Connection" not in said
 
 

@@ -30,20 +30,23 @@ def stop_at(step: int) -> None:
     Trainer.optimise = optimise
 
 
-def fail_at(step: int, die: bool) -> None:
-    """The second process meets an error of its own between two passes of the target, or is gone without a word."""
-    original = OnlineSource.load
+def fail_at(call: int, die: bool) -> None:
+    """The second process meets an error of its own between two passes of the loop, or is gone without a word."""
+    original, batches, calls = OnlineSource.load, OnlineSource._make_batches, []
 
     def load(self, indices):
-        load.calls += 1
-        if load.calls == step and os.environ["RANK"] == "1":
+        calls.append(indices)
+        if len(calls) == call and os.environ["RANK"] == "1":
             if die:
                 os._exit(9)
             raise FeatureError("row 7 is broken")
         return original(self, indices)
 
-    load.calls = 0
-    OnlineSource.load = load
+    def make_batches(self, plan):
+        OnlineSource.load = load  # what is read before is read by both alike
+        yield from batches(self, plan)
+
+    OnlineSource._make_batches = make_batches
 
 
 def main() -> None:
