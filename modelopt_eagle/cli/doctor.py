@@ -57,7 +57,8 @@ def findings(recipe: Recipe, with_target: bool = True) -> Iterator[Finding]:
         EagleError: what is looked at cannot be read.
     """
     from modelopt_eagle.cli._tokenised import tokenised
-    from modelopt_eagle.cli.estimate import estimate
+    from modelopt_eagle.cli.estimate import RowSizes, estimate
+    from modelopt_eagle.data.packed import row_lengths, supervised_counts
     from modelopt_eagle.errors import EagleError
     from modelopt_eagle.target import load_target
     from modelopt_eagle.target.load import load_tokenizer, resolve
@@ -76,7 +77,7 @@ def findings(recipe: Recipe, with_target: bool = True) -> Iterator[Finding]:
     held = [] if recipe.data.eval_path is None else tokenised(recipe, recipe.data.eval_path)[0].rows
     yield from doctor.duplicate_findings(data.rows, held)
     try:
-        sizes = estimate(recipe, data.report.rows, data.report.tokens, data.report.supervised)
+        sizes = estimate(recipe, RowSizes(row_lengths(data.rows), supervised_counts(data.rows)))
     except EagleError as error:
         found = f"{error} (disk and memory are not looked at before; the target is, with a default head)"
         yield doctor.Finding(doctor.FAULT, "head", found, "mend the key that is named")

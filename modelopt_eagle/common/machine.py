@@ -67,6 +67,44 @@ def memory() -> str:
         return "unknown"
 
 
+def free_memory(device: str | None = None) -> int | None:
+    """Bytes free on a device for this process, together with what it holds itself; ``None`` if that cannot be told.
+
+    Processes that were launched together on one host share its main memory alike.
+
+    Args:
+        device: as torch names it; default: the accelerator if there is one.
+    """
+    import torch
+
+    kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        number = torch.device(device or "cuda")
+        return int(torch.cuda.mem_get_info(number)[0]) + torch.cuda.memory_reserved(number)
+    if kind != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = dict(line.split(":", 1) for line in lines if ":" in line)
+        with open("/proc/self/statm", encoding="ascii") as numbers:
+            own = int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        free = int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+    free += own
+    for limit in CONTAINER_LIMITS:
+        try:
+            with open(limit, encoding="ascii") as most:
+                free = min(free, int(most.read()))
+        except (OSError, ValueError):
+            continue
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files that hold the memory a container may use."""
+
+
 def devices() -> str:
     """Accelerators that torch sees."""
     import torch

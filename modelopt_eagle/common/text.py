@@ -45,3 +45,8 @@ def first_line(error: object) -> str:
     """The first line of an error's text that says something, or the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def byte_text(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"

@@ -8,6 +8,9 @@ nothing of size S x S exists. :func:`dense_column_attention` is the plain refere
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +27,23 @@ MAX_QUERIES_ELSEWHERE = 512
 
 MAX_SCORES = 1 << 18
 """Most query-key pairs of one chunk and head: bounds the scratch memory whatever the length."""
+
+
+_LARGEST_CHUNK_ALONE: ContextVar[bool] = ContextVar("largest_chunk_alone", default=False)
+
+
+@contextlib.contextmanager
+def largest_chunk_alone() -> Iterator[None]:
+    """Let plans made inside hold their largest chunk alone, twice where there are several.
+
+    What an attention allocates is then the same, and what it gives is not: for who goes through a step to see what
+    memory it takes. The chunks are many, and each lets go what it made while the next one is computed.
+    """
+    token = _LARGEST_CHUNK_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _LARGEST_CHUNK_ALONE.reset(token)
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,9 @@ class QueryPlan:
                 last += 1
             chunks.append((first, last, begins[first], ends[last - 1] + 1))
             first = last
+        if _LARGEST_CHUNK_ALONE.get():
+            largest = sorted(chunks, key=lambda chunk: (chunk[1] - chunk[0]) * (chunk[3] - chunk[2]))[-1:]
+            chunks = largest * min(2, len(chunks))
         return tuple(chunks)
 
     def mask(self, first: int, last: int, low: int, high: int) -> Tensor:

@@ -27,6 +27,7 @@ IMMATERIAL = {
     "training.report_to",
     "training.torch_compile",
     "training.dry_run",
+    "training.ignore_memory",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -249,16 +249,24 @@ def from_target(
     say,
     given: Given | None = None,
     budget: RunBudget | None = None,
+    check: Callable[[OnlineSource], object] | None = None,
 ) -> RunData:
     """Features that the loaded target makes: in the step, or once into memory or a store.
 
     With a budget and features that are kept, rows to train on are taken as long as their share of the time lasts; the
     others are counted and named. Rows to evaluate on come first, all of them.
+
+    Args:
+        budget: of the run.
+        check: called with the training rows before features of them are kept.
     """
     shared = RowsOfARun(Path(recipe.training.output_dir), accelerator)
     split = split_rows(recipe, target, given or Given(), shared)
     for line in split.header:
         say(line)
+
+    if check is not None and recipe.data.cache_features != "none":
+        check(OnlineSource(target, split.train, aux_layer_ids))
 
     def make(part: Sequence, name: str, parts: Iterable[list[int]] | None = None):
         return _cached(recipe, target, part, aux_layer_ids, accelerator, name, parts)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from modelopt_eagle.common.machine import free_memory
 from modelopt_eagle.data import TokenizedDataset
 from modelopt_eagle.data.encode import TokenizedRow
 from modelopt_eagle.data.vocab import count_supervised, coverage_of, load_draft_vocab, required_ids
@@ -213,25 +214,13 @@ def room_findings(recipe: Recipe, needed_disk: int, needed_memory: int) -> Itera
         "" if free > needed_disk else "another training.output_dir, a smaller training.save_total_limit, or "
         "data.cache_features: none",
     )  # fmt: skip
-    memory = _memory()
+    memory = free_memory()
     if memory is not None:
         yield Finding(
             GOOD if memory > needed_memory else WARNING, "memory",
             f"{_size(needed_memory)} for target and head, {_size(memory)} are free",
             "" if memory > needed_memory else "a smaller target or training.batch_size, or features from a store",
         )  # fmt: skip
-
-
-def _memory() -> int | None:
-    """Bytes free where the target would run; ``None`` if that cannot be told."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(found["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in found else None
 
 
 def _size(count: float) -> str:

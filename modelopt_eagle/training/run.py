@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.layers import check_layer_ids
+from modelopt_eagle.common.machine import free_memory
 from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm
@@ -24,7 +25,7 @@ from modelopt_eagle.features.unadapted import UnadaptedSource
 from modelopt_eagle.recipe import Recipe, dump_resolved, same_recipe
 from modelopt_eagle.target import TableTarget, load_target, load_target_tables
 from modelopt_eagle.target.chat import RECORD_KEYS, chat_record
-from modelopt_eagle.target.load import architecture_of
+from modelopt_eagle.target.load import architecture_of, resolve
 from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.target.shards import PATIENCE, Shards, local_bytes
 from modelopt_eagle.training.budget import RunBudget
@@ -33,6 +34,7 @@ from modelopt_eagle.training.context import ByPosition, check_processes, make_gr
 from modelopt_eagle.training.data import from_store, from_target, length_spread
 from modelopt_eagle.training.given import Given
 from modelopt_eagle.training.head import check_coverage, check_head, continued_head, new_head, rebuild_vocabulary
+from modelopt_eagle.training.memory import check_weights, memory_line
 from modelopt_eagle.training.own_share import own_share, own_share_line
 from modelopt_eagle.training.placement import Placement, gib, place_target
 from modelopt_eagle.training.prechecks import (
@@ -177,6 +179,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     offline = not recipe.data.runs_target
     check_sizes(recipe, given)
     placement = place_target(recipe, accelerator, given.target is not None)
+    if given.target is None and placement.shards is None:
+        check_weights(recipe, resolve(recipe.model.base_model), free_memory(str(accelerator.device)))
     target = load(recipe, accelerator.device, placement.shards) if given.target is None else given.target
     budget = None if recipe.training.run_budget_minutes is None else RunBudget(recipe, accelerator)
     use_chat_settings(recipe, target, accelerator.is_main_process, accelerator.wait_for_everyone)
@@ -196,12 +200,18 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         target.check_parity(parity_sample(target))
     if recipe.target_lora.rank:
         check_adapters(recipe, target)
+
+    def memory(source) -> str | None:
+        if placement.shards is not None:  # what a process holds of the target is said apart
+            return None
+        return memory_line(recipe, target, planned, source, accelerator)
+
     if recipe.data.asks_servers or recipe.data.fills_store:
         data = from_servers_or_filled_store(recipe, target, ids, accelerator, say, given)
     elif offline:
         data = from_store(recipe, target, ids, say)
     else:
-        data = from_target(recipe, target, ids, accelerator, say, given, budget)
+        data = from_target(recipe, target, ids, accelerator, say, given, budget, memory)
     if head is None:
         head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
     else:
@@ -240,6 +250,8 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         settings=algorithm_of(head.config).settings(recipe),
     )  # fmt: skip
     header += head_lines(head, frozen, adapter)
+    if (line := memory(data.train)) is not None:
+        header.append(line)
     minutes = recipe.training.time_budget_minutes
     seconds = None if minutes is None else 60.0 * minutes
     if budget is not None:

@@ -68,7 +68,9 @@ def test_vocabulary_and_estimate_count_rows_with_images(folders, targets, mixed,
     target = targets["llava"]
     rows = prepare_dataset(target.tokenizer, mixed, vision=target.vision).rows
     recipe = load_recipe(None, [f"model.base_model={folders['llava']}", f"data.train_path={mixed}"])
-    assert estimate.read_data(recipe) == (4, sum(len(r.input_ids) for r in rows), sum(sum(r.supervised) for r in rows))
+    sizes = estimate.read_rows(recipe)
+    assert sizes.lengths == [len(r.input_ids) for r in rows]
+    assert sizes.supervised_counts() == [sum(r.supervised) for r in rows]
     command = ["--model", str(folders["llava"]), "--data", str(mixed), "--draft_vocab_size", "40",
                "--save_dir", str(tmp_path), "--argmax_rows", "2"]  # fmt: skip
     assert calibrate_draft_vocab.main(command) == 0

@@ -73,6 +73,7 @@ class TrainingSection(Section):
         description="A step whose loss or gradient is not finite: stop and name its rows, or leave the step out, "
         "counted (ten in a row stop the run all the same).",
     )
+    ignore_memory: bool = Field(False, description="Start although the estimate says that the memory does not suffice.")
     early_stopping: Positive | None = Field(
         None,
         description="End training after so many evaluations without a longer acceptance length; null: never. Needs "

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from modelopt_eagle.cli.estimate import estimate
+from modelopt_eagle.cli.estimate import EvenRows, estimate
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
 from modelopt_eagle.draft.algorithm import find_algorithm
 from modelopt_eagle.draft.peagle.config import PEagleConfig
@@ -185,8 +185,8 @@ def test_what_the_loss_can_do_it_can(tiny_target_dir, data, tmp_path, options):
 
 def test_the_cost_of_a_step_follows_the_shares():
     recipe = load_recipe("quickstart_peagle")
-    sampled = estimate(recipe, 100, 20000, 12000)
-    whole = estimate(load_recipe("quickstart_peagle", ["peagle.depth_keep=1.0"]), 100, 20000, 12000)
-    one = estimate(load_recipe("quickstart_peagle", ["peagle.depth=1"]), 100, 20000, 12000)
+    sampled = estimate(recipe, EvenRows(100, 20000, 12000))
+    whole = estimate(load_recipe("quickstart_peagle", ["peagle.depth_keep=1.0"]), EvenRows(100, 20000, 12000))
+    one = estimate(load_recipe("quickstart_peagle", ["peagle.depth=1"]), EvenRows(100, 20000, 12000))
     assert one.head_flops < sampled.head_flops < whole.head_flops
     assert find_algorithm("peagle").recipe == "peagle"

@@ -1,0 +1,138 @@
+"""The memory that a run is said to need is what it takes."""
+
+import pytest
+import torch
+
+from modelopt_eagle.common.allocations import Allocations, Shapes
+from modelopt_eagle.data import prepare_rows
+from modelopt_eagle.draft.algorithm import find_algorithm
+from modelopt_eagle.draft.attention import QueryPlan, largest_chunk_alone
+from modelopt_eagle.errors import TrainingError
+from modelopt_eagle.recipe import load_recipe
+from modelopt_eagle.target.tiny import make_tiny_target
+from modelopt_eagle.training import memory, run, train
+from tests.training.runs import small_recipe, write_conversations
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_tiny_target(hidden=32, vocab=1024, layers=6, heads=2, kv_heads=1, intermediate=64, max_positions=8192)
+
+
+def conversations(count, length, share):
+    answer = round(length * share)
+    return [{"id": f"row-{n}", "messages": [{"role": "user", "content": chr(97 + n) * (length - answer - 60 - 9 * n)},
+                                            {"role": "assistant", "content": "a" * answer}]}
+            for n in range(count)]  # fmt: skip
+
+
+def peak_of(recipe, target, rows):
+    """What the estimate says."""
+    found = prepare_rows(target.tokenizer, rows, name="rows", max_length=recipe.data.max_length).rows
+    lengths, supervised = [len(row.input_ids) for row in found], [sum(row.supervised) for row in found]
+    shape = memory.heaviest_batch(recipe, lengths, supervised, 1)
+    head = find_algorithm(recipe.drafter.algorithm).head_config(recipe, target.model.config,
+                                                                recipe.eagle.draft_vocab_size, None)  # fmt: skip
+    return memory.estimate_peak(recipe, target.model.config, head, shape)
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "share", "options"),
+    [
+        (256, 3, 0.6, ["eagle.ttt_steps=7"]),  # the full vocabulary
+        (256, 1, 0.5, ["eagle.ttt_steps=1", "eagle.draft_vocab_size=256", "training.optimizer=muon"]),
+        (512, 2, 0.3, ["eagle.ttt_steps=3", "eagle.draft_vocab_size=512", "eagle.num_layers=2"]),  # a deep head
+        (4096, 1, 0.05, ["eagle.ttt_steps=2", "eagle.draft_vocab_size=256"]),
+        (260, 1, 0.5, ["eagle.draft_vocab_size=256", "training.gradient_accumulation_steps=3"]),
+        (900, 4, 0.2, ["eagle.draft_vocab_size=256", "data.cache_features=memory"]),
+        (256, 2, 0.4, ["algorithm=peagle", "peagle.depth=4", "eagle.draft_vocab_size=256"]),
+        (256, 2, 0.4, ["algorithm=dflash", "eagle.draft_vocab_size=256"]),
+        (256, 2, 0.4, ["algorithm=medusa", "eagle.draft_vocab_size=256", "training.precision=bf16"]),
+    ],
+    ids=["full", "short", "deep", "long", "accumulated", "cached", "peagle", "dflash", "medusa-bf16"],
+)
+def test_the_estimate_is_what_a_run_allocates(target, tmp_path, length, batch, share, options):
+    rows = conversations(2 * batch, length, share)
+    recipe = load_recipe(None, [
+        f"data.max_length={length}", f"training.batch_size={batch}", "training.max_steps=2", "training.report_to=none",
+        f"training.output_dir={tmp_path}", *options,
+    ])  # fmt: skip
+    with Allocations() as counted:
+        for tensor in (*target.model.parameters(), *target.model.buffers()):
+            counted.add(tensor)
+        train(recipe, target=target, data=rows, quiet=True)
+    found = peak_of(recipe, target, rows)
+    tokens = sum(size for size, _ in found.shape) * 2
+    head = find_algorithm(recipe.drafter.algorithm).head_config(recipe, target.model.config, None, None)
+    kept = memory.bytes_kept(recipe, tokens, memory.state_bytes(head), found.shape, "cpu")
+    assert found.unknown is None and found.total + kept == pytest.approx(counted.peak, rel=0.15)
+
+
+def test_storages_are_counted_once_until_they_are_let_go():
+    known = torch.zeros(1000)
+    with Allocations() as seen:
+        view = known[10:]
+        made = view + 1
+        part = made[5:]
+        assert seen.now == 990 * 4
+        del made
+        assert seen.now == 990 * 4
+        del part
+        assert (seen.now, seen.peak) == (0, 990 * 4)
+
+
+def test_shapes_have_no_memory_and_choose_by_masks_that_are_there():
+    with Shapes() as seen:
+        weight = seen.empty(2**20, 2**20, requires_grad=True)  # 4 TiB
+        chosen = weight[torch.tensor([True, False, True] + [False] * (2**20 - 3))]
+        assert chosen.shape == (2, 2**20) and bool((chosen > 0).all())
+        chosen.sum().backward()
+        assert weight.grad.shape == weight.shape and seen.peak > 2 * 4 * 2**40
+
+
+def test_one_chunk_of_a_plan_is_the_largest():
+    rows = torch.arange(300)
+    whole = QueryPlan.make(rows, torch.zeros_like(rows)).chunks
+    with largest_chunk_alone():
+        chunk, again = QueryPlan.make(rows, torch.zeros_like(rows)).chunks
+        assert len(QueryPlan.make(rows[:3], torch.zeros_like(rows[:3])).chunks) == 1
+    assert chunk == again and chunk in whole and len(whole) > 2
+    assert (chunk[1] - chunk[0]) * (chunk[3] - chunk[2]) == max((b - a) * (d - c) for a, b, c, d in whole)
+
+
+def test_a_run_from_a_store_counts_the_tables_alone(target):
+    recipe = load_recipe(None, ["data.offline_data_path=store", "eagle.draft_vocab_size=256"])
+    head = find_algorithm("eagle3").head_config(recipe, target.model.config, 256, None)
+    found = memory.estimate_peak(recipe, target.model.config, head, ((400, 100), (200, 50)))
+    tables = 4 * 32 * (2 * 1024 + 256)  # embedding, output head, its rows for the draft vocabulary
+    assert found.target == pytest.approx(tables, rel=0.05) and found.phase != "target"
+    two = memory.estimate_peak(recipe, target.model.config, head, ((400, 100), (200, 50)), processes=2)
+    assert two.total - found.total == found.head // 4  # gradients in buckets
+    ahead = memory.bytes_kept(recipe, 10**6, 100.0, found.shape, "cpu")
+    assert ahead == 4 * 100 * 600 and memory.bytes_kept(recipe, 10**6, 100.0, found.shape, "cuda") == 0
+
+
+@pytest.fixture
+def little(monkeypatch):
+    monkeypatch.setattr(memory, "SMALL", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**20)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_features_are_kept(little, tiny_target, tiny_target_dir, tmp_path):
+    data = write_conversations(tmp_path / "rows.jsonl", 12)
+    recipe = small_recipe(tiny_target_dir, data, tmp_path / "run", "data.cache_features=disk", "training.max_steps=1")
+    with pytest.raises(TrainingError, match=r"MiB, and 1.0 MiB are there: lower .* training.ignore_memory=true"):
+        train(recipe)
+    assert not list((tmp_path / "run").glob("features*")) and not list((tmp_path / "run").glob("checkpoint-*"))
+    forced = small_recipe(tiny_target_dir, data, tmp_path / "run", "data.cache_features=disk", "training.max_steps=1",
+                          "training.ignore_memory=true")  # fmt: skip
+    result = train(forced)
+    assert result.finished and any("MiB of tensors at the peak on each device" in line for line in result.header)
+
+
+def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(tiny_target_dir, tmp_path, monkeypatch):
+    data = write_conversations(tmp_path / "rows.jsonl", 4)
+    monkeypatch.setattr(run, "free_memory", lambda device: 2**20)
+    monkeypatch.setattr(run, "load_target", lambda **arguments: pytest.fail("it was loaded"))
+    with pytest.raises(TrainingError, match="the target's weights take .* MiB, and 1.0 MiB are there"):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run"))
