@@ -122,7 +122,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fits(recipe, source, args) -> int:
-    """Say the peak and whether it fits; 1 if it does not and ``training.ignore_memory`` is not set, else 0."""
+    """Say the peak and whether it fits.
+
+    Returns:
+        the exit code: 1 if it does not and ``training.ignore_memory`` is not set, else 0.
+    """
     from dataclasses import replace
 
     from modelopt_eagle.common.machine import free_memory

@@ -11,6 +11,9 @@ from modelopt_eagle.errors import FeatureError
 from modelopt_eagle.features.store import STORAGE_DTYPES, maintenance
 from modelopt_eagle.recipe.command_line import add_target_options
 
+SAMPLE = 8
+"""Rows that ``verify --model`` computes again where nothing else is said."""
+
 
 def build_parser() -> CommandParser:
     """The command line."""
@@ -23,7 +26,9 @@ def build_parser() -> CommandParser:
     verify.add_argument("folder", metavar="DIR")
     verify.add_argument("--drop-bad", action="store_true", help="delete bad shards; the next dump redoes their rows")
     verify.add_argument("--model", help="also compute some rows again with this target, and compare")
-    verify.add_argument("--sample", type=int, default=8, metavar="N", help="how many rows, with --model (default 8)")
+    rows = verify.add_mutually_exclusive_group()
+    rows.add_argument("--sample", type=int, metavar="N", help="how many rows, with --model (default 8)")
+    rows.add_argument("--all", action="store_true", help="all rows, with --model")
     _add_answers(verify)
     add_target_options(verify, template=False)
     merge = actions.add_parser("merge", help="join the manifests of all --shard i/n workers into manifest.json")
@@ -101,6 +106,7 @@ def _verify_bytes(args) -> int:
 
 def _verify_sample(args) -> int:
     """Number of rows that are not the target's."""
+    from modelopt_eagle.common.console import ProgressBar
     from modelopt_eagle.features.checks import lines, recompute
     from modelopt_eagle.features.foreign.reader import open_reader
     from modelopt_eagle.recipe.command_line import target_arguments
@@ -108,12 +114,18 @@ def _verify_sample(args) -> int:
 
     target = load_target(**target_arguments(args, args.model))
     reader = open_reader(args.folder, target, verify="read", **_answers(args))
-    checks = recompute(reader, target, args.sample)
-    print("\n".join(lines(checks, reader.contract.aux_layer_ids)))
+    count = len(reader.lengths)
+    asked = count if args.all else min(SAMPLE if args.sample is None else args.sample, count)
+    bar = ProgressBar(asked, "verify")
+    checks = recompute(reader, target, None if args.all else asked, bar.reach)
+    shown = [check for check in checks if check.problem] if args.all else checks
+    print("\n".join(lines(shown, reader.contract.aux_layer_ids)))
     bad = sum(check.problem is not None for check in checks)
-    print(f"{len(checks)} rows computed again by {target.name}: {bad} bad")
-    if left_out := min(args.sample, len(reader.lengths)) - len(checks):
-        print(f"{left_out} rows of the sample left out: they have images, which are not stored")
+    print(f"{len(checks)} of {count} rows computed again by {target.name}: {bad} bad")
+    if left_out := asked - len(checks):
+        print(f"{left_out} of these rows left out: they have images, which are not stored")
+    if asked < count:
+        print(f"warning: {count - asked} rows were not compared with the target; --all compares every one")
     return bad
 
 

@@ -95,6 +95,9 @@ class Shapes(Allocations):
 
         Args:
             dtype: of parameters; default their own.
+
+        Returns:
+            the module.
         """
         made: dict[int, Any] = {}
         for part in module.modules():

@@ -1,4 +1,4 @@
-"""Compute a sample of stored rows again with transformers, and compare: whoever made them, they must be the target's.
+"""Compute stored rows again with transformers, some or all, and compare: whoever made them, they must be the target's.
 
 Finds what no checksum can: states of other rows (an engine that reorders or splits prompts), of other layers (an
 extractor that counts inputs), of other weights, and a final norm that was left out or applied twice.
@@ -6,7 +6,7 @@ extractor that counts inputs), of other weights, and a final norm that was left 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +50,9 @@ def sample_rows(count: int, sample: int) -> list[int]:
     return [(2 * i + 1) * count // (2 * taken) for i in range(taken)]
 
 
-def recompute(reader, target, sample: int = 8) -> list[RowCheck]:
+def recompute(
+    reader, target, sample: int | None = 8, progress: Callable[[int], object] | None = None
+) -> list[RowCheck]:
     """Compare rows of a reader with the target's own forward, each alone.
 
     Rows with images are left out: their pictures are not stored, and placeholders alone give other states.
@@ -58,7 +60,8 @@ def recompute(reader, target, sample: int = 8) -> list[RowCheck]:
     Args:
         reader: a ``StoreReader`` or ``ForeignReader``.
         target: the loaded target.
-        sample: rows looked at, spread evenly.
+        sample: rows looked at, spread evenly; ``None``: all.
+        progress: called with the number of rows done.
 
     Returns:
         a comparison for each row looked at.
@@ -67,7 +70,7 @@ def recompute(reader, target, sample: int = 8) -> list[RowCheck]:
         FeatureError: the contract names another target, tokenizer or layers than there are; or all of the sample's
             rows have images.
     """
-    if sample < 1:
+    if sample is not None and sample < 1:
         raise FeatureError(f"at least one row is needed for a sample, {sample} asked for")
     contract = reader.contract
     if outside := [i for i in contract.aux_layer_ids if not 0 <= i < target.num_layers]:
@@ -77,14 +80,19 @@ def recompute(reader, target, sample: int = 8) -> list[RowCheck]:
     source = OfflineSource(reader, final_norm=target.final_norm, head=target.head, dtype=torch.float32)
     vision = getattr(target, "vision", None)
     pictures = torch.tensor([] if vision is None else sorted(vision.image_token_ids))
-    numbers = sample_rows(len(source.lengths), sample)
+    numbers = sample_rows(len(source.lengths), len(source.lengths) if sample is None else sample)
     texts = [n for n in numbers if not torch.isin(reader.tokens(n)[0], pictures).any()]
     if not texts:
         raise FeatureError(
             f"{reader.folder}: all {len(numbers)} rows of the sample have images, which are not stored and cannot be "
             "computed again: take a larger --sample, or compare a store of rows of text"
         )
-    return [_check(source, target, number) for number in texts]
+    checks = []
+    for number in texts:
+        checks.append(_check(source, target, number))
+        if progress is not None:
+            progress(len(checks))
+    return checks
 
 
 @torch.no_grad()

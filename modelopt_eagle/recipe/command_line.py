@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from modelopt_eagle.common.parser import CommandParser, command_parser
-from modelopt_eagle.errors import RecipeError
 from modelopt_eagle.recipe.loader import SHORT, load_recipe
 from modelopt_eagle.recipe.recipe import Recipe
 from modelopt_eagle.recipe.sections import ModelSection
@@ -214,7 +213,7 @@ def run_recipe(args: argparse.Namespace, flags: Sequence[tuple[str, object]] = (
         flags: values of further flags by their keys; ``None``: not given.
 
     Raises:
-        RecipeError: as ``load_recipe``, or ``--data`` beside ``--offline_data`` in a run that would not read it.
+        RecipeError: as ``load_recipe``.
     """
     # ``--data a.jsonl section.key=value``: argparse gives all of it to --data.
     if args.data is not None:
@@ -227,13 +226,7 @@ def run_recipe(args: argparse.Namespace, flags: Sequence[tuple[str, object]] = (
         ("data.train_path", args.data if args.data is None or len(args.data) > 1 else args.data[0]),
         ("data.offline_data_path", args.offline_data),
     ]
-    recipe = recipe_from_arguments(args, [*own, *flags])
-    if args.data is not None and args.offline_data is not None and recipe.data.on_missing == "fail":
-        raise RecipeError(
-            "--data and --offline_data are both given, and the rows of a store are its own: leave --data out, or set "
-            "data.on_missing to generate or skip to look the rows of --data up in the store"
-        )
-    return recipe
+    return recipe_from_arguments(args, [*own, *flags])
 
 
 def _default_recipe(args: argparse.Namespace) -> str:

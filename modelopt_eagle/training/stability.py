@@ -54,12 +54,15 @@ class StepWatch:
         """
         values = torch.stack([value.detach().float() for value in (*losses, *norms)])  # [m]
         bad = (~torch.isfinite(values)).sum()
-        if self.accelerator.num_processes > 1:
-            bad = self.accelerator.reduce(bad, "sum")
-        numbers = torch.cat((values, bad.float()[None])).tolist()  # read back once a step
-        if not numbers[-1]:
+        shared = torch.stack((bad.float(), values[len(losses)]))  # [2]
+        if self.accelerator.num_processes > 1:  # the norm too: what follows from it, all do alike
+            shared = self.accelerator.reduce(shared, "sum") / torch.tensor([1, self.accelerator.num_processes]).to(
+                shared
+            )
+        found, norm = shared.tolist()  # read back once a step
+        if not found:
             self._in_a_row = 0
-            self._look_for_outlier(index, window, numbers[len(losses)])
+            self._look_for_outlier(index, window, norm)
             return True
         ids = [[] if batch is None else list(batch.row_ids) for batch in window]
         own = [part for part, value in zip(ids, losses, strict=True) if not bool(torch.isfinite(value))]
@@ -76,11 +79,10 @@ class StepWatch:
 
     def _look_for_outlier(self, index: int, window: Sequence[Any], norm: float) -> None:
         if len(self._norms) >= FEWEST and norm > OUTLIER * statistics.median(self._norms):
-            rows = [row for batch in window if batch is not None for row in batch.row_ids]
-            others = " (of the first process)" if self.accelerator.num_processes > 1 else ""  # who else saw it is open
+            rows = self._everywhere([row for batch in window if batch is not None for row in batch.row_ids])
             self.say(
                 f"step {index + 1}: the gradient norm is {norm:.3g}, {norm / statistics.median(self._norms):.0f} times "
-                f"the usual one; rows {shown(rows)}{others}"
+                f"the usual one; rows {shown(rows)}"
             )
         self._norms.append(norm)
 

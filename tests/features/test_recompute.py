@@ -86,7 +86,15 @@ def test_the_command(tiny_target, tiny_target_dir, dataset, target_states, tmp_p
     store(tiny_target, dataset.rows, tmp_path / "bad", aux=(1, 3, 5))
     model = ["--model", str(tiny_target_dir), "--device", "cpu", "--sample", "3"]
     assert run_command("features", ["verify", str(tmp_path / "good"), *model]) == 0
-    assert "tiny: 0 bad" in capsys.readouterr().out
+    said, count = capsys.readouterr().out, len(dataset.rows)
+    assert f"3 of {count} rows computed again by " in said and "tiny: 0 bad" in said
+    assert f"warning: {count - 3} rows were not compared with the target; --all compares every one" in said
+    everything = ["verify", str(tmp_path / "good"), *model[:-2], "--all"]
+    assert run_command("features", everything) == 0
+    said = capsys.readouterr().out
+    assert f"{count} of {count} rows computed again" in said and "warning" not in said
+    with pytest.raises(SystemExit):
+        run_command("features", [*everything, "--sample", "3"])
     assert run_command("features", ["verify", str(tmp_path / "good"), *model[:-1], "0"]) == 2
     (tmp_path / "theirs").mkdir()
     write_specforge(tmp_path / "theirs", target_states)

@@ -131,7 +131,7 @@ def test_data_beside_offline_data_is_not_ignored():
     from modelopt_eagle.recipe import train_recipe
 
     both = ["--data", "chats.jsonl", "--offline_data", "store"]
-    with pytest.raises(RecipeError, match="--data and --offline_data are both given"):
+    with pytest.raises(RecipeError, match="train_path is chats.jsonl, and the rows are those of offline_data_path"):
         train_recipe(both)
     filled = train_recipe([*both, "data.on_missing=skip"])
     assert (filled.data.train_path, filled.data.offline_data_path) == ("chats.jsonl", "store")

@@ -45,6 +45,7 @@ from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_re
             ["data.offline_data_path=a", "data.columns={prompt: q}", "data.workers=4"],
             "workers, columns says how conver",
         ),
+        (["data.offline_data_path=a", "data.train_path=b.jsonl"], "train_path is b.jsonl, and the rows are those of"),
         (["data.offline_data_path=a", "data.supervise_reasoning=false"], "supervise_reasoning says how conversations"),
         (["validation.mode=none", "validation.ar_lower_bound=1.2"], "bounds what mode: none does not measure"),
         (["validation.mode=none", "validation.topk=4"], "topk: 4 shapes a tree, but mode is none"),

@@ -76,12 +76,12 @@ class OneOfTwo:
 
     num_processes = 2
 
-    def __init__(self, bad, rows, monkeypatch):
-        self.bad, self.rows = bad, rows
+    def __init__(self, bad, rows, monkeypatch, norm=1.0):
+        self.bad, self.rows, self.norm = bad, rows, norm
         monkeypatch.setattr("accelerate.utils.gather_object", lambda own: [*own, *self.rows.pop(0)])
 
     def reduce(self, value, how):
-        return value + self.bad
+        return value + torch.tensor([self.bad, self.norm])  # [2] not finite, gradient norm
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,16 @@ def test_a_gradient_norm_out_of_the_usual_is_said_with_its_rows():
         assert watched.sound(index, [Batch("usual")], [torch.tensor(1.0)], [torch.tensor(2.0)])
     assert watched.sound(FEWEST, [Batch("odd"), None], [torch.tensor(1.0)] * 2, [torch.tensor(50.0)])
     assert said == [f"step {FEWEST + 1}: the gradient norm is 50, 25 times the usual one; rows 'odd'"]
+
+
+def test_an_outlier_names_the_rows_of_every_process(monkeypatch):
+    said, accelerator = [], OneOfTwo(0, [["theirs"]], monkeypatch, 2.0)
+    watched = StepWatch("stop", accelerator, said.append, lambda: "")
+    for index in range(FEWEST):
+        assert watched.sound(index, [Batch("usual")], [torch.tensor(1.0)], [torch.tensor(2.0)])
+    accelerator.norm = 50.0
+    assert watched.sound(FEWEST, [None], [torch.tensor(1.0)], [torch.tensor(50.0)])  # no row of its own
+    assert said == [f"step {FEWEST + 1}: the gradient norm is 50, 25 times the usual one; rows 'theirs'"]
 
 
 def test_training_ends_when_acceptance_grows_no_longer(tiny_target_dir, tmp_path, monkeypatch):

@@ -211,6 +211,11 @@ class DataSection(Section):
                 f"{', '.join(given)} says how conversations are read, and the rows of offline_data_path are tokenised "
                 "already: leave it out (it is for the dump that makes them)",
             )
+            need(
+                "train_path" not in self.changed(),
+                f"train_path is {self.train_path}, and the rows are those of offline_data_path: leave train_path out "
+                "(--data), or set on_missing to generate or skip to look its rows up in the store",
+            )
         return self
 
 
