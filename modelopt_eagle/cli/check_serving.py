@@ -56,6 +56,12 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--tolerance", type=float, default=0.01, help="largest difference of acceptance at a position (default 0.01)"
     )
+    parser.add_argument(
+        "--as_released",
+        "--as-released",
+        action="store_true",
+        help="run the engine with its known faults; default: with the plugin for those that there is one for",
+    )
     add_target_options(parser, weights=False)  # it runs in float32 on the CPU, as in the engine
     parser.add_argument("--json", type=output_file, help="write the result there; default: print it after the table")
     return parser
@@ -85,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         num_speculative_tokens=arguments.num_speculative_tokens,
         batch_size=arguments.batch_size,
         tolerance=arguments.tolerance,
+        mend=not arguments.as_released,
     )
     print(report.table())
     text = json.dumps(report.to_dict(), indent=2)

@@ -68,8 +68,21 @@ def acceptance_lines(report: dict[str, Any], measuring: str = MEASURING) -> list
 def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
     """Serving commands of every engine, with the target's name and this folder's settings in place."""
     if (layout := algorithm_of(config).layout) is not None:
-        unserved = [needed_version(engine, config).unserved for engine in layout.engines]
-        return [f"{line}." for line in unserved] if any(unserved) else layout.serve_lines(config, data)
+        lines, faults = [], layout.faults(config)
+        for key in layout.engines:
+            need, engine = needed_version(key, config), ENGINES[key]
+            if need.unserved:
+                part = [f"{need.unserved}."]
+            elif engine.runner is None or not engine.runner.gguf:  # it reads the folder itself
+                part = layout.serve_lines(config, data)
+            elif faults.get(key):
+                part = [f"{engine.name} {engine.version} would not serve this head as trained: it "
+                        f"{'; it '.join(faults[key])}."]  # fmt: skip
+            else:
+                order = Order(argument(config.target_name or "TARGET"), config, need.text(key), engine.tested)
+                part = engine.serve(order)
+            lines += [*([""] if lines else []), *part]
+        return lines
     adapted, quantised = "target_adapter" in config.extra, "quantization_config" in data
     target = "MERGED_TARGET" if adapted else argument(config.target_name or "TARGET")
     lines = adapter_lines(config) if adapted else []

@@ -1,9 +1,9 @@
 """A head as the GGUF file that llama.cpp serves, written with the ``gguf`` package and read back.
 
-Keys and tensors as llama.cpp's ``src/models/eagle3.cpp`` reads them; which heads that graph computes as they were
-trained stands in :mod:`modelopt_eagle.export.engines.llama_cpp`. Three things differ from a draft folder: the rows of
-queries and keys are ordered by rotated pair, ``d2t`` holds target ids and not offsets, and a scaled rotary table is
-written as divisors of the plain frequencies.
+Keys and tensors as llama.cpp's ``src/models/eagle3.cpp`` and ``dflash.cpp`` read them; which heads these graphs compute
+as they were trained stands in :mod:`modelopt_eagle.export.engines.llama_cpp` and in the layout of DFlash heads. Three
+things differ from a draft folder: ``d2t`` holds target ids and not offsets, and of EAGLE-3 heads the rows of queries
+and keys are ordered by rotated pair, and a scaled rotary table is written as divisors of the plain frequencies.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.base import DraftModule
+from modelopt_eagle.draft.dflash.config import DFlashConfig
 from modelopt_eagle.draft.rotary import inverse_frequencies
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
@@ -32,7 +33,6 @@ from modelopt_eagle.export.write import ExportReport
 from modelopt_eagle.target.lora import FOLDER as ADAPTER
 from modelopt_eagle.target.to_gguf import by_pair, token_numbers, write_out
 
-ARCHITECTURE = "eagle3"
 NAMES = {
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
@@ -51,6 +51,18 @@ NAMES = {
     "lm_head.weight": "output.weight",
 }
 """The module's name of a tensor to llama.cpp's."""
+BLOCK_NAMES = {
+    **{name: NAMES[name] for name in ("fc.weight", "embed_tokens.weight", "norm.weight", "lm_head.weight")},
+    "hidden_norm.weight": "enc.output_norm.weight",
+}
+"""The same of a DFlash head, without its layers."""
+BLOCK_LAYER_NAMES = {
+    **{own[9:]: told[6:] for own, told in NAMES.items() if own.startswith("layers.0.") and ".hidden_norm" not in own},
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+}
+"""Of each layer, behind ``layers.N.`` and ``blk.N.``."""
+MASK_KEY = "tokenizer.ggml.mask_token_id"
 MEASURING = (
     "llama.cpp alone reads this folder: measure the one that it was converted from, or hold the two against each other "
     "(`python scripts/check_serving.py --engine llama.cpp --export_path . --checkpoint FOLDER --base_model TARGET`)."
@@ -67,8 +79,24 @@ def gguf_reasons(config: DraftConfig, target_layers: int | None = None) -> list[
     """
     engine = llama_cpp.ENGINE
     if (refused := drafter_reasons(engine, config)) is not None:
+        if (
+            config.algorithm in llama_cpp.SPEC_TYPES
+            and target_layers
+            and max(config.aux_layer_ids) == target_layers - 1
+        ):
+            refused.append(f"does not capture the output of the target's last layer ({target_layers - 1})")
         return refused
     return config_reasons(universal_config(config, torch.float32), config, engine.loads, target_layers)
+
+
+def gguf_names(config: DraftConfig) -> dict[str, str]:
+    """A head's own names of tensors to llama.cpp's."""
+    if not isinstance(config, DFlashConfig):
+        return NAMES
+    layers = range(config.num_hidden_layers)
+    return BLOCK_NAMES | {
+        f"layers.{n}.{own}": f"blk.{n}.{told}" for n in layers for own, told in BLOCK_LAYER_NAMES.items()
+    }
 
 
 def gguf_tensors(module: DraftModule, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -78,12 +106,14 @@ def gguf_tensors(module: DraftModule, dtype: torch.dtype) -> dict[str, Tensor]:
         module: a head without :func:`gguf_reasons`.
     """
     config = module.config
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tensors: dict[str, Tensor] = {}
+    blocks = isinstance(config, DFlashConfig)  # whose graph rotates in halves, as we do
+    heads = {} if blocks else {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    left_out = {"d2t", "t2d", *(["lm_head.weight"] if blocks and config.shares_head else [])}
+    names, tensors = gguf_names(config), {}
     for own, tensor in module.state_dict().items():
-        if own in ("d2t", "t2d"):
+        if own in left_out:
             continue
-        name, tensor = NAMES[own], tensor.detach().cpu()
+        name, tensor = names[own], tensor.detach().cpu()
         part = name.split(".")[-2]
         tensor = by_pair(tensor, heads[part]) if part in heads else tensor
         tensors[name] = tensor.to(dtype if tensor.dim() > 1 else torch.float32).contiguous().clone()
@@ -97,8 +127,11 @@ def gguf_tensors(module: DraftModule, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def gguf_fields(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The keys that llama.cpp reads, without the tokenizer's; captured layers are counted by their inputs there."""
-    factor = inverse_frequencies(config)[1]
+    """The keys that llama.cpp reads, without the tokenizer's but for the mask token of a head that has one.
+
+    Captured layers are counted by their inputs there.
+    """
+    architecture, factor = config.algorithm, inverse_frequencies(config)[1]
     fields: dict[str, Any] = {
         "general.type": "model",
         "general.name": f"{algorithm_of(config).title} head for {config.target_name or 'a target'}",
@@ -117,13 +150,21 @@ def gguf_fields(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope.freq_base": float(config.rope_theta),
         "rope.scaling.type": "none",
         "target_layers": [layer + 1 for layer in config.aux_layer_ids],
-        "target_hidden_size": config.target_hidden_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
     }
+    if isinstance(config, DFlashConfig):
+        fields |= {"block_size": config.block_size, "attention.causal": config.causal}
+    else:
+        fields |= {
+            "target_hidden_size": config.target_hidden_size,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+        }
     if factor != 1.0:
         fields["rope.scaling.attn_factor"] = factor
-    return {key if key.startswith("general.") else f"{ARCHITECTURE}.{key}": value for key, value in fields.items()}
+    fields = {key if key.startswith("general.") else f"{architecture}.{key}": value for key, value in fields.items()}
+    if isinstance(config, DFlashConfig):
+        fields[MASK_KEY] = config.mask()
+    return fields
 
 
 def tokenizer_fields(file: Path | None, config: DraftConfig) -> dict[str, tuple[Any, Any, Any]]:
@@ -180,13 +221,15 @@ def write_gguf(
         bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING,
     }  # fmt: skip
     fields, tensors = gguf_fields(module.config, dtype), gguf_tensors(module, dtype)
-    writer = GGUFWriter(path, ARCHITECTURE)
+    writer = GGUFWriter(path, module.config.algorithm)
     for key, value in fields.items():
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
             writer.add_key_value(key, value, kinds[type(value)])
     for key, (value, kind, entries) in tokenizer_fields(target_file, module.config).items():
+        if key in fields:  # the head's mask token, where the target's file names one of its own
+            continue
         writer.add_key_value(key, value, kind, entries)
     for name, tensor in tensors.items():
         if tensor.dtype == torch.bfloat16:
@@ -284,5 +327,4 @@ def serve_lines(config: DraftConfig) -> list[str]:
             f"llama.cpp, tested with {version}; TARGET.gguf is the target **with the adapter in `{ADAPTER}/` merged**, "
             "as a GGUF file:"
         )
-    command = f"llama-server -m TARGET.gguf -md THIS_FOLDER/{GGUF_FILE} --spec-type draft-eagle3 --spec-draft-n-max 3"
-    return [*lines, command, "```"]
+    return [*lines, llama_cpp.server_line(config, "THIS_FOLDER"), "```"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,23 @@ def encode_prompts(
     return names, encoded, left_out
 
 
+@dataclass(frozen=True)
+class HeadToServe:
+    """A head for :meth:`ServingCheck.check_all`.
+
+    Attributes:
+        export: the exported folder, which the engine loads.
+        checkpoint: the head as it was trained, which our generator runs; ``None``: the exported folder.
+        steps: drafted tokens; ``None``: those of the check, which are the most.
+        mend: run the engine with its known faults mended, see :attr:`ServingReport.mended`.
+    """
+
+    export: str | Path
+    checkpoint: str | Path | None = None
+    steps: int | None = None
+    mend: bool = True
+
+
 class ServingCheck:
     """A target, prompts and an engine to judge heads with; the engine runs once without a head, for all of them.
 
@@ -232,7 +250,7 @@ class ServingCheck:
         """
         sizes = TargetSizes(self._base_model, self.target.vocab_size, self.target.hidden_size, self.target.num_layers)
         head = None if holds_file(export_path) else load_draft(export_path)
-        return head_file(export_path, head, sizes, Path(self._files.name))
+        return head_file(export_path, head, sizes, Path(tempfile.mkdtemp(dir=self._files.name)))
 
     def with_target_file(self) -> None:
         """Have the target as a float32 file, for an engine that reads such; written at the first call."""
@@ -250,7 +268,7 @@ class ServingCheck:
             self._plain = run_engine(self.python, self.engine, {**self._job, "draft": None})
         return self._plain
 
-    def ours(self, head) -> tuple[list[list[int]], list[int], int]:
+    def ours(self, head, steps: int) -> tuple[list[list[int]], list[int], int]:
         """This toolkit's answers with a head, the drafts that accepted at least 1, 2, … tokens, and all drafts.
 
         Engines count all accepted tokens of a draft, also those behind a token that ends the answer, which our
@@ -259,9 +277,9 @@ class ServingCheck:
         from modelopt_eagle.decoding.generator import PseudoSpeculativeGenerator
 
         self.say(f"our generator: {len(self.prompts)} prompts")
-        generator = PseudoSpeculativeGenerator(self.target, head.float(), num_steps=self.steps)
+        generator = PseudoSpeculativeGenerator(self.target, head.float(), num_steps=steps)
         tokens: list[list[int]] = []
-        counts, drafts = [0] * self.steps, 0
+        counts, drafts = [0] * steps, 0
         for start in range(0, len(self.prompts), self.batch_size):
             output = generator.generate(
                 self.prompts[start : start + self.batch_size], max_new_tokens=self.max_new_tokens, eos_token_id=[]
@@ -278,7 +296,12 @@ class ServingCheck:
         return tokens, counts, drafts
 
     def check(
-        self, export_path: str | Path, *, checkpoint: str | Path | None = None, tolerance: float = 0.01
+        self,
+        export_path: str | Path,
+        *,
+        checkpoint: str | Path | None = None,
+        tolerance: float = 0.01,
+        mend: bool = True,
     ) -> ServingReport:
         """Decode greedily in the engine, float32, with and without the head, and judge.
 
@@ -291,6 +314,8 @@ class ServingCheck:
             export_path: the exported folder, which the engine loads.
             checkpoint: the head as it was trained, which our generator runs; default the exported folder. With it
                 the export is given to the engine unread, so that a fault of the export is seen in what is served.
+            mend: run the engine with those of its faults mended that this toolkit has a plugin for; otherwise as it
+                was released.
 
         Returns:
             the comparison, and whether it passes.
@@ -299,29 +324,80 @@ class ServingCheck:
             ExportError: the engine fails to start or to load the head; a tolerance that is no share.
             CheckpointError: no head is there, or it is one for another target.
         """
+        return self.check_all([HeadToServe(export_path, checkpoint, mend=mend)], tolerance=tolerance)[0]
+
+    def check_all(self, heads: Sequence[HeadToServe], *, tolerance: float = 0.01) -> list[ServingReport]:
+        """Judge several heads as :meth:`check` does, in one process of the engine if it makes several there.
+
+        Raises:
+            ExportError, CheckpointError: as for :meth:`check`; more drafted tokens than the check was made for.
+        """
         if not 0 <= tolerance < 1:  # also of nan, within which everything would be
             raise ExportError(f"expected a tolerance of at least 0 and below 1, found {tolerance}")
+        if most := max((each.steps or 0 for each in heads if (each.steps or 0) > self.steps), default=0):
+            raise ExportError(f"{most} drafted tokens are asked for, the check was made for up to {self.steps}")
+        loaded = [(each, *self.load(each)) for each in heads]
+        ours = [self.ours(head, each.steps or self.steps) for each, head, _ in loaded]
+        jobs, runner = [], ENGINES[self.engine].runner
+        for each, head, served in loaded:
+            job = {"draft": str(served), "draft_options": runner.options(head.config), "record_drafts": True}
+            job |= {"mend": each.mend and runner.mends(head.config), "num_speculative_tokens": each.steps or self.steps}
+            jobs.append(job)
+        if len(jobs) > 1 and runner.several:
+            self.say(f"{ENGINES[self.engine].name} with {len(jobs)} heads, one after another")
+            first = [] if self._plain is not None else [{"draft": None}]
+            found = run_engine(self.python, self.engine, {**self._job, "runs": [*first, *jobs]})["runs"]
+            if first:
+                self._plain = found.pop(0)
+        else:
+            self.plain()
+            found = []
+            for job in jobs:
+                self.say(f"{ENGINES[self.engine].name} with the head")
+                found.append(run_engine(self.python, self.engine, {**self._job, **job}))
+        return [
+            self.compare(head, served, each.steps or self.steps, own, drafted, tolerance)
+            for (each, head, served), own, drafted in zip(loaded, ours, found, strict=True)
+        ]
+
+    def load(self, one: HeadToServe) -> tuple[Any, Path]:
+        """The head that our generator runs, and what the engine is given.
+
+        Raises:
+            ExportError, CheckpointError: see :meth:`check`.
+        """
         identity = self.target.identity()
         head = load_draft(
-            checkpoint or export_path,
+            one.checkpoint or one.export,
             vocab_size=identity["vocab_size"],
             tokenizer_hash=identity["tokenizer_hash"],
             quantised=True,
         )
-        served = Path(export_path).absolute()
+        served = Path(one.export).absolute()
         if self._gguf:
             served = self.gguf_head(served)
         elif not (served / "config.json").is_file():
-            raise ExportError(f"{export_path} holds no config.json: name the exported folder")
-        our_tokens, our_counts, our_drafts = self.ours(head)
-        plain = self.plain()
-        self.say(f"{ENGINES[self.engine].name} with the head")
-        options = ENGINES[self.engine].runner.options(head.config)
-        job = {**self._job, "draft": str(served), "draft_options": options, "record_drafts": True}
-        drafted = run_engine(self.python, self.engine, job)
+            raise ExportError(f"{one.export} holds no config.json: name the exported folder")
+        return head, served
 
-        theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], self.steps)
-        ours = per_position(our_counts, our_drafts, self.steps)
+    def compare(
+        self, head, served: Path, steps: int, ours_run: tuple[list[list[int]], list[int], int],
+        drafted: dict[str, Any], tolerance: float,
+    ) -> ServingReport:  # fmt: skip
+        """The engine's run with a head, held against ours and against its run without one.
+
+        Args:
+            head: the one that our generator ran.
+            served: what the engine was given.
+            steps: drafted tokens.
+            ours_run: of :meth:`ours`.
+            drafted: the engine's result.
+            tolerance: see :meth:`check`.
+        """
+        our_tokens, our_counts, our_drafts = ours_run
+        plain = self.plain()
+        theirs = per_position(drafted["accepted_per_position"], drafted["drafts"], steps)
+        ours = per_position(our_counts, our_drafts, steps)
         texts = drafted["token_ids"]
         divergences = []
         for other, between in (
@@ -330,7 +406,7 @@ class ServingCheck:
         ):
             divergences += compare_texts(self.target, self.names, self.prompts, other, texts, between)
         whole = [prompt + text for prompt, text in zip(self.prompts, texts, strict=True)]
-        proposals = compare_proposals(self.target, head.float(), whole, drafted.get("proposals", []), self.steps)
+        proposals = compare_proposals(self.target, head.float(), whole, drafted.get("proposals", []), steps)
         # an engine rounds the numbers of a quantised head in an order of its own: there the tokens are told, not judged
         quantised = not self._gguf and "quantization_config" in read_json(served / "config.json")
         judged = None if quantised else proposals
@@ -355,6 +431,7 @@ class ServingCheck:
             proposals=proposals.compared,
             proposals_equal=proposals.equal,
             left_out=self.left_out,
+            mended=drafted.get("mended", False),
         )
 
 
@@ -364,6 +441,7 @@ def check_serving(
     *,
     checkpoint: str | Path | None = None,
     tolerance: float = 0.01,
+    mend: bool = True,
     **options: Any,
 ) -> ServingReport:
     """One head, judged: :meth:`ServingCheck.check` of a :class:`ServingCheck` made with ``options``.
@@ -372,7 +450,7 @@ def check_serving(
     """
     if "chat_record" not in options:
         options["chat_record"] = load_draft(checkpoint or export_path, quantised=True).config.extra
-    return ServingCheck(base_model, **options).check(export_path, checkpoint=checkpoint, tolerance=tolerance)
+    return ServingCheck(base_model, **options).check(export_path, checkpoint=checkpoint, tolerance=tolerance, mend=mend)
 
 
 def judge(

@@ -1,11 +1,11 @@
 """Decode prompts in llama.cpp's server, with or without a draft head, and write what the server itself counted.
 
 This file runs in the engine's own interpreter, as `python llama_cpp_runner.py JOB.json RESULT.json`, and imports
-nothing of this package. JOB and RESULT are those of `vllm_runner.py`, but that `model` and `draft` are GGUF files,
-`stops` are the tokens that end an answer, and requests are decoded one after another. What was drafted and accepted is
-read from the server's log and held against the numbers in its answers. Near the end of an answer the server drafts no
-more tokens than are asked for, so a few more are asked for than wanted, and rounds that begin behind the last wanted
-token are left out.
+nothing of this package. JOB and RESULT are those of `vllm_runner.py`, but that `model` and `draft` are GGUF files, the
+only draft option is `spec_type`, `stops` are the tokens that end an answer, and requests are decoded one after another.
+What was drafted and accepted is read from the server's log and held against the numbers in its answers. Near the end of
+an answer the server drafts no more tokens than are asked for, so a few more are asked for than wanted, and rounds that
+begin behind the last wanted token are left out.
 
 As `python llama_cpp_runner.py JOB.json` it becomes the server, until told to end; JOB is then that of `vllm_server.py`,
 again with GGUF files.
@@ -59,8 +59,8 @@ def options(job, requests=1):
     given += ["--no-ui", *wide, "--offline", "--log-colors", "off"]
     given += ["--threads", threads, "--threads-batch", threads] if threads else []
     if job.get("draft"):
-        steps = str(job["num_speculative_tokens"])
-        given += ["--model-draft", job["draft"], "--spec-type", "draft-eagle3", "--spec-draft-n-max", steps]
+        steps, kind = str(job["num_speculative_tokens"]), job.get("draft_options", {}).get("spec_type", "draft-eagle3")
+        given += ["--model-draft", job["draft"], "--spec-type", kind, "--spec-draft-n-max", steps]
         given += ["--spec-draft-n-min", "0", "--spec-draft-p-min", "0"]
         given += ["--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32"]
     return given

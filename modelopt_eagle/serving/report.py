@@ -52,6 +52,7 @@ class ServingReport:
         seconds_plain, seconds_drafted, speedup: the engine's decoding time without and with the head.
         proposals, proposals_equal: drafted tokens of the engine that were compared with the head's own, and the equal.
         left_out: names of prompts that are too long for the window.
+        mended: the engine ran with a fault of its own mended, see ``serving/vllm_context_norms.py``.
     """
 
     passed: bool
@@ -73,6 +74,7 @@ class ServingReport:
     left_out: list[str] = field(default_factory=list)
     proposals: int = 0
     proposals_equal: int = 0
+    mended: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -99,6 +101,11 @@ class ServingReport:
         elif self.drafts:
             lines.append(
                 "note: this engine's drafted tokens were not seen one by one; acceptance and texts alone were judged"
+            )
+        if self.mended:
+            lines.append(
+                f"note: {engine.name} ran with its norm of context keys mended; as released it accepts less of this "
+                "head on a CPU (docs/serving.md names the plugin; --as_released shows it)"
             )
         if self.left_out:
             lines.append(f"note: {left_out_line(self.left_out)}")

@@ -4,7 +4,12 @@ import torch
 
 from modelopt_eagle.decoding import PlainGenerator
 from modelopt_eagle.draft import DraftConfig, DraftVocab, EagleModule
+from modelopt_eagle.draft.algorithm import find_algorithm
+from modelopt_eagle.features.batch import FeatureRow, collate, predicting_positions
+from modelopt_eagle.features.dump import TargetBackEnd
+from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training import distillation_loss, rollout
+from modelopt_eagle.training.step import TeacherTables, TrainingStep, as_step_batch
 
 PROMPTS = [
     [5, 9, 33, 70],
@@ -60,6 +65,60 @@ def learn_answers(target, head, prompts, length=48, updates=110) -> EagleModule:
         loss = distillation_loss(output, head, supervised, target_hidden=final, target_lm_head=target.lm_head_weight)
         optimizer.zero_grad()
         loss.loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+    return head.eval()
+
+
+def learn_by_recipe(target, prompts, overrides, *, length=48, updates=80, rate=6e-3, draft_vocab_size=None):
+    """Train a head of any drafter, of the shape and by the loss of a recipe, on the greedy answers to these prompts.
+
+    Norms do not begin at 1, so that one taken for another is seen.
+
+    Args:
+        overrides: of the recipe, the algorithm among them.
+        draft_vocab_size: the most frequent tokens of the answers; ``None``: all.
+
+    Returns:
+        the head, in evaluation mode.
+    """
+    recipe = load_recipe(None, ["model.base_model=none", "data.train_path=none", *overrides])
+    algorithm = find_algorithm(recipe.drafter.algorithm)
+    answers = PlainGenerator(target).generate(prompts, length, eos_token_id=[]).tokens
+    counts = torch.bincount(torch.tensor(sum(answers, [])), minlength=target.vocab_size)
+    layers = recipe.eagle.aux_layer_ids or algorithm.default_layers(target.num_layers)
+    config = algorithm.head_config(recipe, target.config, draft_vocab_size, layers)
+    config.tokenizer_hash = target.identity()["tokenizer_hash"]
+    if hasattr(config, "mask_token_id"):
+        config.mask_token_id = int((counts == 0).nonzero()[-1])
+    vocab = None
+    if draft_vocab_size is not None:
+        vocab = DraftVocab.from_counts(counts.double() + 0.5, draft_vocab_size, [0, 1, 2, 3])
+    torch.manual_seed(3)
+    head = algorithm.module(config, vocab)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    rows = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        ids = torch.tensor(prompt + answer)  # [s]
+        states = target.features(ids[None], None, layers)
+        supervised = torch.arange(len(ids)) >= len(prompt)
+        best = target.logits(states.final_hidden[0]).argmax(-1)  # [s]
+        top1 = torch.where(predicting_positions(supervised), best, -1)
+        rows.append(FeatureRow(str(number), "", ids, supervised, states.aux_hidden[0], states.final_hidden[0], top1))
+    batch = collate(rows, TargetBackEnd(target, layers).contract)
+    tables = TeacherTables.make(target.embedding.weight, target.head, head.target_ids)
+    step = TrainingStep(head, tables, recipe.eagle, settings=algorithm.settings(recipe))
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=rate)
+    head.train()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(updates):
+        placed = as_step_batch(batch)
+        counted = step.count_positions(placed, generator)
+        optimizer.zero_grad()
+        step(placed, counted.double(), generator).loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
     return head.eval()

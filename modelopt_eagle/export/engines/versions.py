@@ -87,7 +87,7 @@ def unserved_drafter(engine: Engine, config: DraftConfig) -> str | None:
     if algorithm.layout is not None:
         if engine.key in algorithm.layout.engines:
             return None
-        return engine.loads.otherwise.get(algorithm.name, f"serves no {algorithm.title} heads")
+        return f"serves no {algorithm.title} heads"
     kinds = engine.loads.drafters.get(algorithm.name)
     if kinds is None:
         return f"serves no {algorithm.title} heads"
