@@ -76,7 +76,7 @@ class TrainingResult:
         best_checkpoint: by acceptance length of the evaluations, the newest one without any.
         last_checkpoint: the newest.
         steps: optimiser steps done.
-        seconds: spent training, over all starts of the run.
+        seconds: spent training, over all starts of the run, by ``training.time_budget_clock``.
         history, evaluations: see :class:`TrainerState`.
         acceptance_length: of the best evaluation, or ``None``.
         finished: False after Ctrl-C (the same command goes on) and after a dry run.
@@ -93,6 +93,11 @@ class TrainingResult:
     acceptance_length: float | None
     finished: bool
     header: list[str]
+
+
+def processor_seconds() -> float:
+    """Seconds that the processors have worked for this process, over the threads that torch computes with."""
+    return time.process_time() / torch.get_num_threads()
 
 
 class Trainer:
@@ -122,6 +127,7 @@ class Trainer:
         self.data_rank, self.data_world = self.rank // size, self.world // size
         self.course = plan_course(recipe, run.source, self.data_world)
         total = self.course.total
+        self.clock = time.monotonic if self.settings.time_budget_clock == "wall" else processor_seconds
         self.schedule = Schedule(
             self.settings.lr_scheduler, total, self.settings.warmup_ratio, self.settings.min_lr_ratio,
             run.training_seconds,
@@ -148,7 +154,7 @@ class Trainer:
         if self.settings.dry_run:
             self.view.say(f"dry run: nothing was trained; the head is in {self.checkpoints.path(self.state.step)}")
             return self.result()
-        self._since, self._before = time.monotonic(), self.state.elapsed
+        self._since, self._before = self.clock(), self.state.elapsed
         self.log = MetricLog(
             self.settings.report_to if self.accelerator.is_main_process else "none",
             self.output_dir, self.recipe.model_dump(mode="json"), self.state.step,
@@ -248,7 +254,7 @@ class Trainer:
         for place, count in enumerate(counted):
             if count is None:
                 window[place] = None
-        self.state.elapsed = self._before + time.monotonic() - self._since
+        self.state.elapsed = self._before + self.clock() - self._since
         agreed = torch.cat((
             self.window_counts.double(),
             torch.tensor([tokens, self.request.asked, self.state.elapsed if self.rank == 0 else 0.0],
@@ -356,7 +362,7 @@ class Trainer:
                 "or outside the draft vocabulary (eagle.in_vocab_only with a map of other data)?"
             )
         metrics = self.meter.take()
-        step, elapsed = self.state.step, self._before + time.monotonic() - self._since
+        step, elapsed = self.state.step, self._before + self.clock() - self._since
         metrics["learning_rate"] = self.learning_rate
         if self.grad_norm is not None:
             metrics["grad_norm"] = float(self.grad_norm)
@@ -421,7 +427,7 @@ class Trainer:
 
     def end(self) -> None:
         """The last evaluation and checkpoint, or the one that an interrupted run goes on from."""
-        self.state.elapsed = self._before + time.monotonic() - self._since
+        self.state.elapsed = self._before + self.clock() - self._since
         if getattr(self, "interrupted", False):
             self.save()
             self.view.say(f"stopped at step {self.state.step}; the same command goes on from there")

@@ -30,6 +30,11 @@ class TrainingSection(Section):
         "made of as many rows as 40 % of it allow (the others are counted and named), training ends at 75 %, and the "
         "rest is for measuring. null: all rows, however long they take.",
     )
+    time_budget_clock: Literal["wall", "processor"] = Field(
+        "wall",
+        description="What the minutes of `time_budget_minutes` are: `wall`, or `processor`, minutes that this process "
+        "had its processors for, over its threads. The second does not depend on what else runs on the machine.",
+    )
     batch_size: Positive = Field(
         4, description="Conversations in a micro-batch (of each process), packed one after the other without padding."
     )
@@ -102,6 +107,18 @@ class TrainingSection(Section):
         need(
             self.early_stopping is None or self.eval_steps is not None,
             "early_stopping counts evaluations, and eval_steps: null makes one, at the end: set eval_steps",
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _the_clock_has_a_budget(self) -> TrainingSection:
+        need(
+            self.time_budget_minutes is not None or self.time_budget_clock == self.default("time_budget_clock"),
+            "time_budget_clock says what the minutes of time_budget_minutes are, and there is no budget: set one",
+        )
+        need(
+            self.run_budget_minutes is None or self.time_budget_clock == self.default("time_budget_clock"),
+            "run_budget_minutes are those of a watch: leave time_budget_clock out, or set time_budget_minutes alone",
         )
         return self
 
