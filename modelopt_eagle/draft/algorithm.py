@@ -226,6 +226,8 @@ class Algorithm:
             convention's.
         weigh: ``(module, view, predictions, states, settings)`` to factors ``[n]`` on the loss terms that follow from
             the states, made without a gradient; ``None``: those of the plan.
+        trained_length: configuration to the drafted tokens that a head was trained for, if it records them; a draft of
+            so many is among those that a sweep tries.
         final_state: whether it reads the target's final state (its last layer, after the norm) where others read the
             captured layers; the loop's ``aux_hidden`` is then ``[B, m, Ht]`` of those.
         trees: whether it drafts trees.
@@ -258,6 +260,7 @@ class Algorithm:
     file_keys: tuple[str, ...] = ()
     decay: Callable[[Any], float | None] = _of_the_recipe
     weigh: Callable[..., Tensor | None] = _of_the_recipe
+    trained_length: Callable[[Any], int | None] = _of_the_recipe
     final_state: bool = False
     trees: bool = True
     draws: bool = False

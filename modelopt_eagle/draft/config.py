@@ -91,6 +91,8 @@ class DraftConfig:
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
         if self.hidden_size != self.target_hidden_size:
             self.own_embedding = True
+        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") == "default":
+            self.rope_scaling = None
         self.validate()
 
     def validate(self) -> None:
@@ -118,8 +120,9 @@ class DraftConfig:
         missing = [name for name in decoder.required if not getattr(self, name)]
         if missing:
             raise CheckpointError(
-                f"decoder_type {decoder.name} needs {', '.join(missing)}, which a new head takes from its target: a "
-                "target without latent attention gets a head of decoder_type llama"
+                f"decoder_type {decoder.name} needs {', '.join(missing)}, which a new head takes from its target: for "
+                "a target without latent attention give them in the recipe (eagle.kv_lora_rank, ...), or set "
+                "decoder_type: llama"
             )
         if self.attention_bias and not decoder.attention_bias:
             raise CheckpointError(f"decoder_type {decoder.name} has no attention bias: no engine loads one; unset it")

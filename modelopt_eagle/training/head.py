@@ -130,6 +130,8 @@ def continued_head(
         asked, found = getattr(eagle, key), getattr(module.config, name)
         if origin[f"eagle.{key}"] == "default" or asked is None:
             continue
+        if name == "rope_scaling" and found is None:
+            found = {"rope_type": "default"}  # how a recipe asks for none
         if (tuple(asked) if isinstance(asked, list) else asked) != found:
             differing.append(f"eagle.{key} is {asked}, the head has {found}")
     if recipe.model.draft_init_vocab == "keep":

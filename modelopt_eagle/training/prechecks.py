@@ -12,6 +12,7 @@ from modelopt_eagle.common.files import file_sha256
 from modelopt_eagle.data.files import IN_MEMORY, check_sources, local_files
 from modelopt_eagle.data.vocab import required_ids
 from modelopt_eagle.draft.algorithm import find_algorithm
+from modelopt_eagle.draft.rotary import check_scaling
 from modelopt_eagle.errors import CheckpointError, RecipeError, TrainingError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import TableTarget
@@ -115,12 +116,15 @@ def check_sizes(recipe: Recipe, given: Given) -> None:
     """Refuse sizes that the target's config contradicts, before its weights are loaded.
 
     Raises:
-        CheckpointError: a draft vocabulary larger than the target's, and whatever else the drafter's config refuses.
+        CheckpointError: a draft vocabulary larger than the target's, a rotary scaling that nothing computes, and
+            whatever else the drafter's config refuses.
         TargetError: no target of that name, a config that cannot be read, or layers that it does not have.
     """
-    if given.target is not None or recipe.model.draft_init is not None:
-        return
     model, eagle = recipe.model, recipe.eagle
+    if eagle.rope_scaling is not None and eagle.rope_scaling["rope_type"] != "default":
+        check_scaling(eagle.rope_scaling)
+    if given.target is not None or model.draft_init is not None:
+        return
     config = load_config(resolve(model.base_model), model.revision, model.trust_remote_code)
     find_algorithm(recipe.drafter.algorithm).head_config(recipe, config, eagle.draft_vocab_size, eagle.aux_layer_ids)
 

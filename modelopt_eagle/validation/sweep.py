@@ -22,9 +22,14 @@ TREES = ((2, 2, 5), (2, 3, 7), (4, 3, 9), (4, 4, 13), (8, 4, 17), (8, 5, 33))
 
 
 def sweep_plans(config: DraftConfig) -> list[DraftPlan]:
-    """Plans that a sweep tries: those whose branching the head has tokens for, and whose depth it can draft."""
+    """Plans that a sweep tries: those whose branching the head has tokens for, and whose depth it can draft.
+
+    A chain of the length that the head was trained for is among them, see ``Algorithm.trained_length``.
+    """
+    trained = algorithm_of(config).trained_length(config)
+    lengths = sorted({*CHAINS, *([trained] if trained else [])})
     trees = [DraftPlan.tree(*shape) for shape in TREES if shape[0] <= config.draft_vocab_size]
-    return [plan for plan in [*map(DraftPlan.chain, CHAINS), *trees] if can_draft(config, plan)]
+    return [plan for plan in [*map(DraftPlan.chain, lengths), *trees] if can_draft(config, plan)]
 
 
 def can_draft(config: DraftConfig, plan: DraftPlan) -> bool:

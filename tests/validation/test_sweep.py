@@ -1,10 +1,17 @@
 """What a sweep advises."""
 
+import pytest
+
 from modelopt_eagle.decoding import DraftPlan, SamplingOptions
+from modelopt_eagle.draft import DraftConfig, DraftVocab
+from modelopt_eagle.draft.algorithm import random_module
+from modelopt_eagle.draft.dflash.config import DFlashConfig
+from modelopt_eagle.draft.medusa.config import MedusaConfig
+from modelopt_eagle.draft.peagle.config import PEagleConfig
 from modelopt_eagle.validation import speed
 from modelopt_eagle.validation.report import best_setting, speed_line
 from modelopt_eagle.validation.speed import Speed
-from modelopt_eagle.validation.sweep import advice, sweep, sweep_table
+from modelopt_eagle.validation.sweep import advice, sweep, sweep_plans, sweep_table
 
 
 def measured(steps, accepted, draft, verify, plain=1.0):
@@ -62,3 +69,38 @@ def test_requests_at_a_time(target, good_head, prompts):
         sampling=SamplingOptions(0.8), sample_drafts=True,
     )  # fmt: skip
     assert len(drawn) == 2  # a tree whose nodes are ranked cannot be drawn
+
+
+SIZES = dict(
+    hidden_size=32, target_hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=16, vocab_size=64, draft_vocab_size=64,
+)  # fmt: skip
+LAYERS = (1, 3, 4)
+DRAFTERS = {
+    "eagle3": (DraftConfig(**SIZES, aux_layer_ids=LAYERS), [1, 2, 3, 4, 5, 7]),
+    "P-EAGLE beyond its depth": (PEagleConfig(**SIZES, aux_layer_ids=LAYERS, mask_token_id=63, trained_depth=6),
+                                 [1, 2, 3, 4, 5, 6, 7]),
+    "a block": (DFlashConfig(**SIZES, aux_layer_ids=LAYERS, mask_token_id=63, block_size=4), [1, 2, 3]),
+    "a long block": (DFlashConfig(**SIZES, aux_layer_ids=LAYERS, mask_token_id=63, block_size=16),
+                     [1, 2, 3, 4, 5, 7, 15]),
+    "a causal block": (DFlashConfig(**SIZES, aux_layer_ids=LAYERS, mask_token_id=63, block_size=4, causal=True),
+                       [1, 2, 3, 4, 5, 7]),
+    "Medusa": (MedusaConfig(**SIZES, aux_layer_ids=(7,), heads=6), [1, 2, 3, 4, 5, 6]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_lengths_that_each_drafter_can_draft_are_tried_its_own_among_them(name):
+    config, lengths = DRAFTERS[name]
+    plans = sweep_plans(config)
+    assert [plan.depth for plan in plans if not plan.is_tree] == lengths
+    assert all(plan.depth <= max(lengths) for plan in plans) and any(plan.is_tree for plan in plans)
+
+
+def test_a_sweep_of_a_block_head(target, prompts):
+    """Its lengths up to the block's, side by side with plain decoding, and the table that names the best."""
+    config = DFlashConfig.from_target(target.config, None, mask_token_id=250, block_size=4)
+    rows = sweep(target, random_module(config, DraftVocab.identity(256), 0).eval(), prompts, num_prompts=1,
+                 max_new_tokens=6)  # fmt: skip
+    chains = sorted(row["num_steps"] for row in rows if row["mode"] == "chain")
+    assert chains == [1, 2, 3] and all(row["speedup"] > 0 for row in rows) and "chain, steps 3" in sweep_table(rows)

@@ -27,6 +27,11 @@ STRUCTURE = {
     "intermediate_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads",
     "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "hidden_act": "hidden_act",
+    "rms_norm_eps": "rms_norm_eps",
     "attention_bias": "attention_bias",
 }
 """Recipe key in ``eagle`` → field of :class:`DFlashConfig`."""
@@ -168,5 +173,6 @@ ALGORITHM = Algorithm(
     check_plan=check_plan,
     decay=decay_of,
     weigh=dpace_weights,
+    trained_length=lambda config: config.block_size - 1,
     shares_context=False,
 )

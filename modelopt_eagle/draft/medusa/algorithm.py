@@ -163,6 +163,7 @@ ALGORITHM = Algorithm(
     check_recipe=check_recipe,
     complete=complete,
     check_plan=check_plan,
+    trained_length=lambda config: config.heads,
     final_state=True,
     shares_context=False,
 )

@@ -112,6 +112,7 @@ ALGORITHM = Algorithm(
     recipe="peagle",
     probe=probe,
     structure=STRUCTURE,
+    trained_length=lambda config: config.trained_depth,
     from_target=start_from_target,
     check_recipe=check_recipe,
     complete=complete,

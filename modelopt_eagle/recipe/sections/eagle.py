@@ -8,7 +8,10 @@ from pydantic import Field, field_validator, model_validator
 
 from modelopt_eagle.common.lists import split_list
 from modelopt_eagle.recipe.bounds import need
-from modelopt_eagle.recipe.sections.base import LayerId, Positive, Section, Share
+from modelopt_eagle.recipe.sections.base import LayerId, Positive, PositiveFloat, Section, Share
+
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Keys that only layers with latent attention read."""
 
 
 class EagleSection(Section):
@@ -70,6 +73,36 @@ class EagleSection(Section):
     intermediate_size: Positive | None = Field(None, description="Width of the head's MLP; null: the target's.")
     num_attention_heads: Positive | None = Field(None, description="Attention heads; null: the target's.")
     num_key_value_heads: Positive | None = Field(None, description="Key and value heads; null: the target's.")
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = Field(
+        None, description="Width of an attention head of `llama` layers; null: the target's."
+    )
+    rope_theta: PositiveFloat | None = Field(None, description="Rotary base of the head; null: the target's.")
+    rope_scaling: dict[str, Any] | None = Field(
+        None,
+        description="Rotary scaling of the head in training and decoding, as transformers names it, such as "
+        "`{rope_type: yarn, factor: 4.0}`; `{rope_type: default}`: none; null: the target's.",
+    )
+    hidden_act: Literal["silu", "gelu", "gelu_pytorch_tanh", "relu"] | None = Field(
+        None, description="Activation of the feed-forward part; null: silu. Engines serve silu alone or mostly."
+    )
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="Epsilon of the head's norms; null: the target's."
+    )
+    q_lora_rank: Positive | None = Field(
+        None, description="Of `kimik2` layers: rank of the queries; null: the target's, or whole queries."
+    )
+    kv_lora_rank: Positive | None = Field(
+        None,
+        description="Of `kimik2` layers: rank of keys and values; null: the target's. With the three widths below, a "
+        "target without latent attention gets such a head.",
+    )
+    qk_nope_head_dim: Positive | None = Field(
+        None, description="Of `kimik2` layers: part of a head that is not rotated; null: the target's."
+    )
+    qk_rope_head_dim: Annotated[int, Field(ge=2, multiple_of=2)] | None = Field(
+        None, description="Of `kimik2` layers: part of a head that is rotated; null: the target's."
+    )
+    v_head_dim: Positive | None = Field(None, description="Of `kimik2` layers: width of a value; null: the target's.")
     attention_bias: bool = Field(False, description="Biases in the q, k and v projections.")
     norm_before_residual: bool = Field(False, description="The residual takes the normed state.")
     norm_before_fc: bool = Field(False, description="One norm over the concatenated features before `fc`.")
@@ -131,7 +164,21 @@ class EagleSection(Section):
             heads is None or kv_heads is None or heads % kv_heads == 0,
             f"num_attention_heads must be a multiple of num_key_value_heads, found {heads} and {kv_heads}",
         )
-        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        latent = [name for name in LATENT if getattr(self, name) is not None]
+        need(
+            self.decoder_type == "kimik2" or not latent,
+            f"{', '.join(latent)} is read by layers of decoder_type kimik2: set decoder_type, or leave it out",
+        )
+        need(
+            self.decoder_type == "llama" or self.head_dim is None,
+            "head_dim is read by layers of decoder_type llama; a latent head is qk_nope_head_dim and qk_rope_head_dim "
+            "wide: leave it out",
+        )
+        need(
+            self.rope_scaling is None or "rope_type" in self.rope_scaling,
+            "expected the key rope_type in rope_scaling (such as yarn, or default for none)",
+        )
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         own_sizes = [name for name in sizes if getattr(self, name) is not None]
         need(
             self.init == "random" or not own_sizes,
