@@ -15,6 +15,8 @@ from modelopt_eagle.common.layers import default_layer_ids
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.algorithm import algorithm_of
 from modelopt_eagle.draft.decoders import DECODERS
+from modelopt_eagle.draft.dflash.layout import speculators_files as speculators_blocks
+from modelopt_eagle.draft.dflash.module import DFlashModule
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.export.card import model_card
 from modelopt_eagle.export.compare import compare, rebuilt
@@ -53,7 +55,7 @@ def layer_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
 def check_speculators(config: DraftConfig) -> None:
     """Raise :class:`ExportError` for a head that speculators' model classes cannot hold."""
     if config.algorithm not in SPECULATORS_CLASSES:
-        raise ExportError(f"speculators folders are written of {' and '.join(SPECULATORS_CLASSES)} heads")
+        raise ExportError(f"speculators folders are written of {', '.join(SPECULATORS_CLASSES)} and dflash heads")
     if not DECODERS[config.decoder_type].tool_formats:
         raise ExportError(f"speculators has no {config.decoder_type} decoder: convert to universal")
     if config.hidden_size != config.target_hidden_size:
@@ -173,7 +175,8 @@ def without_record(config: DraftConfig) -> DraftConfig:
     """The config without what other formats have no place for and no number depends on."""
     blank = DraftConfig.__dataclass_fields__
     empty = {name: blank[name].default for name in (*RECORD, *TOKEN_IDS) if name != "extra"}
-    empty |= dict.fromkeys(own_record(type(config)))
+    if algorithm_of(config).layout is None:  # of a drafter with folders of its own every field shapes the numbers
+        empty |= dict.fromkeys(own_record(type(config)))
     return dataclasses.replace(config, **empty, extra={})
 
 
@@ -193,7 +196,8 @@ def write_checked(
         what was written and compared.
     """
     tensors, data = files()
-    card = model_card(module.config, universal_config(module.config, dtype), report={}, notes=[])
+    data_of_card = {} if algorithm_of(module.config).layout else universal_config(module.config, dtype)
+    card = model_card(module.config, data_of_card, report={}, notes=[])
     with whole_folder(path, overwrite) as folder:
         write_folder(folder, tensors, {"config.json": data, "README.md": card}, adapter)
         written = load_draft(folder, options=options)
@@ -252,6 +256,11 @@ def convert_checkpoint(
         return export_gguf(
             module, path, dtype=dtype, target_layers=options.target_layers, target_file=target_file,
             overwrite=overwrite, adapter=head.adapter,
+        )  # fmt: skip
+    if to == "speculators" and isinstance(module, DFlashModule):
+        return write_checked(
+            module, path, lambda: speculators_blocks(module, dtype), dtype=dtype, overwrite=overwrite,
+            options=ReadOptions(), adapter=head.adapter,
         )  # fmt: skip
     if to == "speculators":
         module = with_embedding_for_speculators(module, target)

@@ -40,20 +40,6 @@ HEADS = {
 }  # fmt: skip
 """Name to captured layers and what else differs from the quick-start recipe."""
 
-DRAFTERS = {
-    "parallel": (DEFAULT, ["algorithm=peagle", "peagle.depth=4", "eagle.draft_vocab_size=4096"]),
-    "parallel_deep": (
-        DEFAULT,
-        [
-            "algorithm=peagle", "peagle.depth=4", "eagle.num_layers=3", "eagle.draft_vocab_size=null",
-            "training.batch_size=4", "training.epochs=1",
-        ],
-    ),
-}  # fmt: skip
-"""The same of heads of the other drafters."""
-
-EVERY = {**HEADS, **DRAFTERS}
-
 
 @dataclass
 class Trained:
@@ -65,7 +51,7 @@ class Trained:
 
 def head_recipe(name: str, output: Path):
     """The quick-start recipe for a minute."""
-    layers, overrides = EVERY[name]
+    layers, overrides = HEADS[name]
     return load_recipe(
         ROOT / "recipes" / "quickstart.yaml",
         [
@@ -102,7 +88,7 @@ def make_stores(target, folder: Path) -> dict[tuple[int, ...], Path]:
     back_end = TargetBackEnd(target, every)
     made = [row for _, row in sorted(back_end.features(rows), key=lambda pair: pair[0])]
     stores = {}
-    for layers in sorted({layers for layers, _ in EVERY.values()}):
+    for layers in sorted({layers for layers, _ in HEADS.values()}):
         stores[layers] = folder / "-".join(map(str, layers))
         slices = Slices(made, every, back_end.contract, back_end, layers)
         dump(slices, rows, stores[layers], dtype=back_end.contract.dtype)
@@ -110,9 +96,9 @@ def make_stores(target, folder: Path) -> dict[tuple[int, ...], Path]:
 
 
 def train_head(name: str, target, stores: dict[tuple[int, ...], Path], output: Path) -> Trained:
-    """Train and export one of :data:`EVERY`; its features are there already, as after an interrupted run."""
+    """Train and export one of :data:`HEADS`; its features are there already, as after an interrupted run."""
     output.mkdir(parents=True)
-    (output / "features").symlink_to(stores[EVERY[name][0]])
+    (output / "features").symlink_to(stores[HEADS[name][0]])
     torch.manual_seed(0)
     checkpoint = train(head_recipe(name, output)).best_checkpoint
     export_checkpoint(load_draft(checkpoint), None, output / "export", target=target)

@@ -36,10 +36,8 @@ def medusa(*options):
 
 
 HEADS = {
-    "peagle, 1 layer": peagle(1),
     "peagle, 1 layer, reduced": peagle(1, REDUCED),
     "peagle, 3 layers": peagle(3),
-    "peagle, 3 layers, reduced": peagle(3, REDUCED),
     "dflash, 1 layer, block 4": dflash(1, 4, False, "own"),
     "dflash, 1 layer, block 8, causal, target's": dflash(1, 8, True, "target"),
     "dflash, 3 layers, block 4, causal, reduced": dflash(3, 4, True, "own", REDUCED),
@@ -132,4 +130,4 @@ def test_every_value_is_among_the_heads():
         "dflash.head": ("own", "target"),
     }.items():  # fmt: skip
         assert {next(o.split("=")[1] for o in options if o.startswith(key)) for options in blocks} == set(values)
-    assert len(HEADS) == 12 and len(NOT_SERVED) == 1
+    assert len(HEADS) == 10 and len(NOT_SERVED) == 1

@@ -1,7 +1,11 @@
-"""The folder of a DFlash head: what vLLM's ``DFlashDraftModel`` and the tools of z-lab read.
+"""The folder of a DFlash head: what vLLM's ``DFlashDraftModel`` and the tools of z-lab read, and that of speculators.
 
 The captured layers are named once, as outputs of layer k (``dflash_config.target_layer_ids``); an ``eagle_config``
 beside them would win in vLLM, even an empty one. The number of drafted tokens is the engine's own setting.
+
+speculators' folders say the same in other words: sizes under ``transformer_layer_config``, layers by their inputs
+(``aux_hidden_state_layer_ids``). Their blocks are bidirectional, and a head over the whole vocabulary takes the
+target's output layer, whatever the file holds.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from torch import Tensor
 from modelopt_eagle.common.text import argument
 from modelopt_eagle.draft.dflash.config import DFlashConfig
 from modelopt_eagle.draft.dflash.module import DFlashModule
-from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.errors import CheckpointError, ExportError
 
 ARCHITECTURE = "DFlashDraftModel"
 SAME_NAME = (
@@ -27,6 +31,81 @@ NORM_FAULT = (
     "norms the context keys of every draft layer with the weights of the first one (0.32 on a CPU), which lowers the "
     "acceptance of heads of several layers; the text stays the target's"
 )
+
+
+SPECULATORS = "dflash"
+"""``speculators_model_type`` of their folders."""
+COPIES = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")
+"""Names of the target's tensors, and of computed ones, that older folders of theirs hold."""
+
+
+def from_speculators(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Their ``config.json`` in the words of z-lab's.
+
+    Raises:
+        CheckpointError: a key missing, or heads that draft from the known token's slot too.
+    """
+    if config.get("sample_from_anchor"):
+        raise CheckpointError(f"{where}: sample_from_anchor is true; DFlash heads here draft from the masks alone")
+    layer = config.get("transformer_layer_config")
+    missing = [name for name in ("aux_hidden_state_layer_ids", "mask_token_id") if config.get(name) is None]
+    if not isinstance(layer, dict) or missing:
+        raise CheckpointError(f"{where}: its config does not say {', '.join(missing) or 'transformer_layer_config'}")
+    block = {
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": [layer_id - 1 for layer_id in config["aux_hidden_state_layer_ids"]],
+        "causal": False,
+    }
+    verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    named = {"target_name": verifier} if verifier else {}
+    kept = {name: config[name] for name in ("block_size", "draft_vocab_size") if config.get(name) is not None}
+    return {**layer, **kept, "dflash_config": block, "modelopt_eagle": named}
+
+
+def speculators_files(module: DFlashModule, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and ``config.json`` as speculators 0.9 writes a ``dflash`` head.
+
+    Raises:
+        ExportError: a head that its model class computes otherwise.
+    """
+    config, whole = module.config, module.config.draft_vocab_size == module.config.vocab_size
+    lacks = {
+        "blocks are bidirectional": config.causal,
+        "heads are as wide as their target": config.hidden_size != config.target_hidden_size,
+        "layers have no bias in the feed-forward part": config.mlp_bias,
+        "heads over the whole vocabulary take the target's output layer": whole and not config.shares_head,
+        "heads over a reduced vocabulary have an output layer of their own": not whole and config.shares_head,
+        "heads take the target's embedding": config.own_embedding,
+    }
+    if found := [words for words, applies in lacks.items() if applies]:
+        raise ExportError(f"speculators' {'; its '.join(found)}: convert to universal")
+    tensors, data = DFlashLayout().write(module, dtype)
+    block = data.pop("dflash_config")
+    for name in ("architectures", "modelopt_eagle", "has_own_lm_head", "target_hidden_size", "draft_vocab_size",
+                 "block_size", "tie_word_embeddings"):  # fmt: skip
+        data.pop(name, None)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
+    return tensors, {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": SPECULATORS,
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in block["target_layer_ids"]],
+        "mask_token_id": block["mask_token_id"],
+        "sliding_window_non_causal": True,  # vLLM reads it of every layer: its word for bidirectional
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": data["torch_dtype"],
+        "speculators_config": {
+            "algorithm": SPECULATORS,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": config.target_name, "architectures": []},
+        },
+        "transformer_layer_config": data,
+    }
 
 
 class DFlashLayout:
@@ -70,8 +149,9 @@ class DFlashLayout:
         return tensors, data
 
     def recognises(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-        """Told by the architecture."""
-        return ARCHITECTURE in (config.get("architectures") or ())
+        """Told by the architecture, or by what speculators calls them."""
+        named = config.get("speculators_model_type")
+        return named == SPECULATORS or (named is None and ARCHITECTURE in (config.get("architectures") or ()))
 
     def read(
         self, config: dict[str, Any], tensors: dict[str, Tensor], where: str
@@ -79,12 +159,24 @@ class DFlashLayout:
         """The configuration, and tensors under the module's names.
 
         Raises:
-            CheckpointError: no layers or mask token named, a window, or another architecture of the layers.
+            CheckpointError: no layers, mask token or block size named, a window, or another architecture of the layers.
         """
+        if config.get("speculators_model_type") == SPECULATORS:
+            config = from_speculators(config, where)
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(COPIES)}
         block = config.get("dflash_config") or {}
         missing = [name for name in ("mask_token_id", "target_layer_ids") if block.get(name) is None]
+        size = config.get("block_size") or block.get("block_size")  # z-lab's newer folders: nested
+        missing += [] if size else ["block_size"]
         if missing:
             raise CheckpointError(f"{where}: dflash_config does not say {', '.join(missing)}")
+        beside = config.get("eagle_aux_hidden_state_layer_ids")  # of layers by their inputs, which vLLM lets win
+        if beside is not None and [layer_id - 1 for layer_id in beside] != list(block["target_layer_ids"]):
+            raise CheckpointError(
+                f"{where}: eagle_aux_hidden_state_layer_ids {list(beside)} (inputs of layers) and "
+                f"dflash_config.target_layer_ids {list(block['target_layer_ids'])} (outputs) name other layers: which "
+                "ones was it trained on? correct the one that is wrong"
+            )
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
             raise CheckpointError(f"{where}: its layers see a window of the context; DFlash heads here see all of it")
         record = config.get("modelopt_eagle") or {}
@@ -94,6 +186,7 @@ class DFlashLayout:
         theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 1e6)
         kind = rope.pop("type", None) or rope.get("rope_type", "default")
         values = {name: config[name] for name in SAME_NAME if config.get(name) is not None}
+        values["block_size"] = size
         values.setdefault("target_hidden_size", config["hidden_size"])
         values.setdefault("draft_vocab_size", len(tensors["d2t"]) if "d2t" in tensors else vocabulary)
         values.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -108,7 +201,6 @@ class DFlashLayout:
             shares_head=shares,
             **{name: record[name] for name in RECORD if name in record},
         )
-        tensors = dict(tensors)
         if shares:  # filled with the target's rows when the two meet
             width = tensors["fc.weight"]
             tensors["lm_head.weight"] = width.new_zeros(read.draft_vocab_size, read.hidden_size)

@@ -104,7 +104,7 @@ class MedusaLayout:
         if self.faults(config):
             return [f"vLLM {REDUCED_FAULT}."]
         return [
-            "vLLM (by the source of 0.32.0, not run):",
+            "vLLM (tested with 0.32.0 on a CPU):",
             "",
             "```bash",
             f"vllm serve {target} --speculative-config "
