@@ -150,12 +150,12 @@ def gguf_fields(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rope.freq_base": float(config.rope_theta),
         "rope.scaling.type": "none",
         "target_layers": [layer + 1 for layer in config.aux_layer_ids],
+        "target_hidden_size": config.target_hidden_size,
     }
     if isinstance(config, DFlashConfig):
         fields |= {"block_size": config.block_size, "attention.causal": config.causal}
     else:
         fields |= {
-            "target_hidden_size": config.target_hidden_size,
             "norm_before_residual": config.norm_before_residual,
             "norm_before_fc": config.norm_before_fc,
         }

@@ -111,6 +111,7 @@ def recipe_of(name: str, seed: int, arguments: argparse.Namespace) -> Any:
     sections["training"] = {
         **sections["training"],
         "output_dir": str(run_folder(arguments, name, seed)),
+        "run_budget_minutes": None,
         "time_budget_minutes": arguments.minutes,
         "time_budget_clock": arguments.clock,
         "epochs": 1000,  # the budget ends it
