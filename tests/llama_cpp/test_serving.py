@@ -93,7 +93,7 @@ def test_a_block_of_the_other_order_is_noticed(check, tmp_path):
     export_gguf(head, tmp_path / "wrong", dtype=torch.float32, target_layers=check.target.num_layers)
     (report,) = check.check_all([HeadToServe(tmp_path / "wrong", tmp_path / "export", 7)])
     print("\n" + report.table())
-    assert not report.passed and report.proposals_equal < 0.95 * report.proposals
+    assert not report.passed and report.proposals_equal < 0.99 * report.proposals
 
 
 def test_layers_off_by_one_are_noticed(check, learnt, tmp_path):
