@@ -82,7 +82,7 @@ def serve_lines(config: DraftConfig, data: dict[str, Any]) -> list[str]:
                 order = Order(argument(config.target_name or "TARGET"), config, need.text(key), engine.tested)
                 part = engine.serve(order)
             lines += [*([""] if lines else []), *part]
-        return lines
+        return lines or layout.serve_lines(config, data)
     adapted, quantised = "target_adapter" in config.extra, "quantization_config" in data
     target = "MERGED_TARGET" if adapted else argument(config.target_name or "TARGET")
     lines = adapter_lines(config) if adapted else []

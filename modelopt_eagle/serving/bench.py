@@ -17,11 +17,13 @@ from modelopt_eagle.data.prompts import Prompt
 from modelopt_eagle.data.roles import Message
 from modelopt_eagle.errors import EagleError, StreamError
 from modelopt_eagle.export.engines import ENGINES
+from modelopt_eagle.export.engines.llama_cpp import SPEC_TYPES
 from modelopt_eagle.export.load import load_draft
 from modelopt_eagle.serving.bench_report import WITH, WITHOUT, BenchReport, Cell, Failure, Side
 from modelopt_eagle.serving.engine_server import serve_engine
 from modelopt_eagle.serving.gguf_files import float32_target, head_file, holds_file, sizes_of_file, worded_target
 from modelopt_eagle.serving.live import LiveServer, Reading, StreamedAnswer, difference
+from modelopt_eagle.target.gguf import gguf_keys
 from modelopt_eagle.target.identity import tokenizer_hash
 from modelopt_eagle.target.load import load_config, load_tokenizer, resolve
 from modelopt_eagle.validation.server_answers import Refused, request_body
@@ -188,6 +190,7 @@ def prepare(
         job |= {"model": str(place), "draft": str(path.absolute()), "draft_options": runner.options(head.config)}
     if file is not None:
         job["draft"] = str(head_file(path, head, sizes_of_file(file), folder).absolute())
+        job["draft_options"] = {"spec_type": SPEC_TYPES[gguf_keys(Path(job["draft"]))["general.architecture"]]}
         unpacked, keys = float32_target(file, folder)
         window = keys[f"{keys['general.architecture']}.context_length"]
         job["model"] = str(unpacked)

@@ -13,6 +13,7 @@ from modelopt_eagle.errors import DecodingError, ExportError, RecipeError
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
+from modelopt_eagle.recipe.sections.eagle import LATENT
 from modelopt_eagle.target import load_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.data import read_data
@@ -40,10 +41,14 @@ def trained(tiny_target_dir, data, tmp_path_factory):
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name != "eagle3"])
 def test_keys_that_shape_an_eagle_head_are_read_or_refused(name):
     """Of each drafter: a key that it does not take over into the head's configuration is an error, not ignored."""
-    algorithm, other_values = find_algorithm(name), {"decoder_type": "kimik2", "sliding_window": 64}
+    algorithm, other_values = find_algorithm(name), {
+        "decoder_type": "kimik2", "sliding_window": 64, "rope_scaling": "{rope_type: default}", "hidden_act": "gelu",
+        "rms_norm_eps": 0.1,
+    }  # fmt: skip
     for key in STRUCTURE:
         value = other_values.get(key, "true" if load_recipe(None).eagle.default(key) is False else 2)
-        recipe = load_recipe(None, [f"algorithm={name}", f"eagle.{key}={value}"])
+        layers = ["eagle.decoder_type=kimik2"] if key in LATENT else []
+        recipe = load_recipe(None, [f"algorithm={name}", *layers, f"eagle.{key}={value}"])
         if key in algorithm.structure or (name, key) == ("dflash", "qk_norm"):  # DFlash heads have these norms always
             algorithm.check_recipe(recipe)
             continue

@@ -45,6 +45,7 @@ def test_every_engine_says_the_same_things(engine):
     other = build_head(attention_bias=True, qk_norm=True, sliding_window=64)
     parts |= set(features_of(other.config, layer_names="layers"))
     parts |= set(features_of(build_head(algorithm="peagle", mask_token_id=63).config))
+    parts |= set(features_of(build_head(algorithm="dflash", mask_token_id=63).config))
     assert set(engine.since) <= parts
     assert engine.runner is None or RUNNERS[engine.key].is_file()
     assert engine.key not in SERVERS or SERVERS[engine.key].is_file()
