@@ -1,5 +1,7 @@
 """The head's shape in the recipe: widths, rotary table, activation, epsilon and latent ranks, whatever the target's."""
 
+import itertools
+
 import pytest
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
@@ -7,7 +9,7 @@ from modelopt_eagle.errors import CheckpointError, RecipeError
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
-from modelopt_eagle.training import train
+from modelopt_eagle.training import train, trainer
 from tests.training.runs import small_recipe, write_conversations
 
 PROMPTS = [[5, 9, 40, 41], [7, 100, 12]]
@@ -15,6 +17,7 @@ ROTARY = ("eagle.rope_theta=5000", "eagle.rope_scaling={rope_type: linear, facto
 SHAPE = ("eagle.head_dim=24", "eagle.hidden_act=gelu", *ROTARY)
 LATENT = ("eagle.decoder_type=kimik2", "eagle.q_lora_rank=20", "eagle.kv_lora_rank=16", "eagle.qk_nope_head_dim=12",
           "eagle.qk_rope_head_dim=8", "eagle.v_head_dim=10", *ROTARY)  # fmt: skip
+CLOCK = ("training.time_budget_minutes=0.004", "training.time_budget_clock=processor")
 HEADS = {
     "eagle3": SHAPE,
     "latent": LATENT,
@@ -90,9 +93,14 @@ def test_shapes_that_cannot_be_are_refused_before_anything_is_done(overrides, sa
     assert not list((tmp_path / "run").glob("checkpoint*"))
 
 
-def test_the_processors_clock_ends_a_run_and_wants_a_budget(tiny_target_dir, data, tmp_path):
+def test_the_processors_clock_ends_a_run_and_wants_a_budget(tiny_target_dir, data, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="time_budget_clock says what the minutes"):
         load_recipe(None, ["training.time_budget_clock=processor"])
-    clock = ("training.time_budget_minutes=0.004", "training.time_budget_clock=processor", "training.epochs=4000")
-    result = train(small_recipe(tiny_target_dir, data, tmp_path / "run", *clock), quiet=True)
+    with pytest.raises(RecipeError, match="run_budget_minutes are those of a watch"):
+        load_recipe(None, [*CLOCK, "training.run_budget_minutes=1"])
+    result = train(small_recipe(tiny_target_dir, data, tmp_path / "run", *CLOCK, "training.epochs=4000"), quiet=True)
     assert result.finished and 0.24 <= result.seconds < 30 and 0 < result.steps < 4000
+    ticks = itertools.count()
+    monkeypatch.setattr(trainer, "processor_seconds", lambda: next(ticks) * 0.1)  # three looks at it are the budget
+    result = train(small_recipe(tiny_target_dir, data, tmp_path / "few", *CLOCK, "training.epochs=4000"), quiet=True)
+    assert result.finished and result.steps == 2

@@ -240,6 +240,6 @@ class DFlashLayout:
                 f"The block is bidirectional and was trained with {drafted} drafted tokens: another "
                 "`num_speculative_tokens` is nothing it has seen.",
             ]
-        if "vllm" in self.faults(config):
+        if config.num_hidden_layers > 1:
             lines += ["", f"vLLM {NORM_FAULT}."]
         return lines
