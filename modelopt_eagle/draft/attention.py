@@ -1,24 +1,29 @@
 """Attention of a rollout step: the causal keys of step 0, merged with the few keys of the anchor's own column.
 
 At step ``k`` anchor ``i`` sees the step-0 rows ``j <= i`` of its document and its own rows of steps ``1..k``. That is
-one softmax over two groups of keys. :func:`column_attention` works through the queries in chunks, each against the
-one slice of step-0 keys that it can see, and keeps only the output and the log-sum-exp for the backward pass, so
-nothing of size S x S exists. :func:`dense_column_attention` is the plain reference.
+one softmax over two groups of keys. On a GPU :func:`column_attention` is one kernel
+(:mod:`modelopt_eagle.kernels.column_attention`). Elsewhere it works through the queries in chunks, each against the one
+slice of step-0 keys that it can see. Both keep only the output and the log-sum-exp for the backward pass, so nothing of
+size S x S exists. :func:`dense_column_attention` is the plain reference.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from modelopt_eagle.draft.documents import Documents, upload
+from modelopt_eagle.kernels.column_attention import askers_of, supported
+from modelopt_eagle.kernels.column_attention import column_attention as kernel
 from modelopt_eagle.kernels.column_attention import dense_column_attention as dense
+from modelopt_eagle.kernels.dispatch import choose_backend
 
 MAX_QUERIES = {"cpu": 64}
 """Queries of a chunk by device: on a CPU its scores should stay in the cache."""
@@ -52,13 +57,14 @@ class QueryPlan:
 
     Attributes:
         rows: ``[n]`` int64 flat index of each anchor, ascending.
-        starts: ``[n]`` int64 flat index of the first token of its document.
+        starts: ``[n]`` int64 flat index of the first token that it sees, ascending.
         host: the plan on the CPU, from which chunks are cut; ``None`` for one that lies there, or was made elsewhere.
     """
 
     rows: Tensor
     starts: Tensor
     host: QueryPlan | None = None
+    _askers: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def make(cls, rows: Tensor, starts: Tensor) -> QueryPlan:
@@ -96,6 +102,12 @@ class QueryPlan:
             largest = sorted(chunks, key=lambda chunk: (chunk[1] - chunk[0]) * (chunk[3] - chunk[2]))[-1:]
             chunks = largest * min(2, len(chunks))
         return tuple(chunks)
+
+    def askers(self, tokens: int) -> Tensor:
+        """``[2, tokens]`` int32: of each step-0 key the first query that sees it, and one past the last; kept."""
+        if tokens not in self._askers:
+            self._askers[tokens] = askers_of(self.rows, self.starts, tokens)
+        return self._askers[tokens]
 
     def mask(self, first: int, last: int, low: int, high: int) -> Tensor:
         """``[queries, keys]`` bool of one chunk: true where the key is seen."""
@@ -210,6 +222,7 @@ def column_attention(
     plan: QueryPlan,
     scale: float,
     sees: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """One softmax over the visible step-0 keys and the anchor's own column.
 
@@ -220,11 +233,31 @@ def column_attention(
         plan: which keys each query sees.
         scale: factor on ``q·k``.
         sees: ``[heads / kv_heads, k]`` bool, which keys of the column each query head of a group sees; ``None``: all.
+        backend: which code runs, see :mod:`modelopt_eagle.kernels.dispatch`; its reference here are the chunks.
+            ``auto`` takes the kernel on CUDA tensors, but for float64 and heads wider than 256 (float32: 128).
 
     Returns:
         ``[n, heads, dv]``. Scores and softmax are float32 whatever the inputs.
     """
+    if choose_backend(backend, q.device) == "triton":
+        tensors = _of_one_dtype((q, keys, values, column_keys, column_values))
+        if backend == "triton" or supported(*tensors):
+            q, keys, values, column_keys, column_values = tensors
+            return kernel(
+                q, keys, values, column_keys, column_values, plan.rows, plan.starts, scale, sees,
+                askers=plan.askers(len(keys)), backend=backend,
+            )  # fmt: skip
     return _ColumnAttention.apply(q, keys, values, column_keys, column_values, plan, scale, sees)
+
+
+def _of_one_dtype(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of the products under autocast, else in the widest of theirs."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def dense_column_attention(q, keys, values, column_keys, column_values, plan: QueryPlan, scale: float) -> Tensor:

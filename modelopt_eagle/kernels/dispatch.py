@@ -10,7 +10,9 @@ backend        CUDA tensors                     CPU tensors
 ``reference``  PyTorch reference                PyTorch reference
 =============  ===============================  ==================================================
 
-Triton is imported at the first launch and not before, so this package imports without it.
+The environment variable ``MODELOPT_EAGLE_KERNELS=reference`` makes ``auto`` the reference everywhere: the way out if a
+kernel fails on some GPU or driver. Triton is imported at the first launch and not before, so this package imports
+without it.
 """
 
 from __future__ import annotations
@@ -27,17 +29,22 @@ from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.errors import DecodingError
 
 BACKENDS = ("auto", "triton", "reference")
+SWITCH = "MODELOPT_EAGLE_KERNELS"
+"""The environment variable that says what ``auto`` means: ``auto`` (default) or ``reference``."""
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
     """Return ``"triton"`` or ``"reference"`` for tensors on ``device``, by the table above.
 
     Raises:
-        DecodingError: an unknown backend, or ``triton`` asked for where it cannot run.
+        DecodingError: an unknown backend, one in ``SWITCH``, or ``triton`` asked for where it cannot run.
         MissingExtraError: Triton is needed and not installed.
     """
     if backend not in BACKENDS:
         raise DecodingError(f"backend must be one of {', '.join(BACKENDS)}, found {backend!r}")
+    if backend == "auto":
+        backend = os.environ.get(SWITCH) or "auto"
+        require(backend in ("auto", "reference"), f"{SWITCH} must be auto or reference, found {backend!r}")
     if backend == "auto":
         backend = "triton" if device.type == "cuda" else "reference"
     if backend == "triton" and device.type != "cuda":

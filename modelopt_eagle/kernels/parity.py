@@ -4,7 +4,8 @@
     TRITON_INTERPRET=1 python -m modelopt_eagle.kernels.parity --device cpu --cases 50
 
 Each case draws its shapes, layouts (transposed, strided, int32, int64) and values (ties, NaN, -inf) from a seed, so a
-failure is repeated by its seed. Results must be equal element for element. Exit code 1 if any differs.
+failure is repeated by its seed. Results must be equal element for element, those of attention within the
+rounding of their dtype. Exit code 1 if any differs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Cases:
     """Random inputs for the checks, all from one seed."""
 
     def __init__(self, seed: int, device: str) -> None:
+        self.seed = seed
         self.choose = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
@@ -300,6 +302,49 @@ def check_distill_rows(cases: Cases, backend: str) -> None:
         compare_close(f"{what} of {describe(draft)} meeting {describe(teacher)}", one, other)
 
 
+def check_column_attention(cases: Cases, backend: str) -> None:
+    """One random case of ``column_attention``: output and five gradients, within the rounding of the dtype.
+
+    Seeds go through heads that share a key head, widths and columns in turn, so that a few seeds meet all of them.
+    """
+    choose, seed = cases.choose, cases.seed
+    share, columns = (1, 3, 8, 2)[seed % 4], seed % 8
+    dk = (64, 80, 16, 128, 96, 24, 256)[seed % 7]
+    dv = dk if seed % 3 else choose.choice([16, 40, 64])
+    groups, scale = choose.choice([1, 2]), dk**-0.5
+    most = 24 if cases.device == "cpu" else 700
+    lengths = [choose.randint(1, most) for _ in range(choose.randint(1, 3))]
+    starts = torch.cat([torch.full((length,), sum(lengths[:i])) for i, length in enumerate(lengths)])  # [N]
+    rows = (torch.rand(len(starts), generator=cases.generator) < choose.choice([0.4, 1.0])).nonzero()[:, 0]  # [n]
+    starts = starts[rows]
+    if choose.random() < 0.4:
+        starts = torch.maximum(starts, rows - choose.randint(0, most))  # a window
+    sees = torch.rand(share, columns, generator=cases.generator) < 0.6 if choose.random() < 0.3 else None
+    half = [torch.float16] if cases.device == "cpu" else [torch.float16, torch.bfloat16]  # the interpreter's limit
+    dtype = choose.choice([torch.float32, *half]) if max(dk, dv) <= 128 else half[-1]
+    shapes: list[tuple[int, ...]] = [
+        (len(rows), groups * share, dk),
+        (sum(lengths), groups, dk),
+        (sum(lengths), groups, dv),
+    ]
+    shapes += [(len(rows), columns, groups, dk), (len(rows), columns, groups, dv), (len(rows), groups * share, dv)]
+    drawn = [torch.randn(shape, generator=cases.generator).to(dtype) for shape in shapes]
+    *tensors, upstream = (cases.place(tensor) for tensor in drawn)
+    rows, starts = cases.place(rows), cases.place(starts)
+    sees = sees if sees is None else sees.to(cases.device)
+    results = []
+    for name in (backend, "reference"):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        q, k, v, ck, cv = leaves if name == backend else [leaf.float() for leaf in leaves]  # the reference in float32
+        out = kernels.column_attention(q, k, v, ck, cv, rows, starts, scale, sees, backend=name).to(dtype)
+        results.append((out, *torch.autograd.grad(out, leaves, upstream)))
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for what, found, expected in zip(
+        ("out", "q", "keys", "values", "column keys", "column values"), *results, strict=True
+    ):
+        compare_within(what, found.detach(), expected.detach(), tolerance)
+
+
 CHECKS = {
     "distill_rows": check_distill_rows,
     "select_nodes": check_select_nodes,
@@ -311,6 +356,7 @@ CHECKS = {
     "repack_mask": check_repack_mask,
     "repack_accepted": check_repack_accepted,
     "relocate_kv": check_relocate_kv,
+    "column_attention": check_column_attention,
 }
 
 SMALL_BLOCKS = {  # tile sizes that make small inputs take every path for large ones
@@ -325,6 +371,7 @@ SMALL_BLOCKS = {  # tile sizes that make small inputs take every path for large 
     "repack_mask": {"MAX_BLOCK": 16},
     "repack_accepted": {"MAX_BLOCK": 16},
     "relocate_kv": {"PATH_BLOCK": 2, "FEATURE_BLOCK": 16},
+    "column_attention": {"MAX_BLOCK": 16},
 }
 
 
@@ -356,6 +403,16 @@ def compare_close(what: str, found: Tensor, expected: Tensor) -> None:
             f"{what}: {int((~close).sum())} of {close.numel()} elements differ by more than {relative:.1g}, first at "
             f"{place}: kernel {found[place].item()}, reference {expected[place].item()}"
         )
+
+
+def compare_within(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise ParityError unless both have one dtype and shape and differ by ``tolerance`` of the largest value."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        raise ParityError(f"{what}: {found.dtype} {list(found.shape)} against {expected.dtype} {list(expected.shape)}")
+    if expected.numel():
+        off = float((found.float() - expected.float()).abs().max())
+        if not off <= tolerance * max(1.0, float(expected.float().abs().max())):
+            raise ParityError(f"{what}: differs by up to {off:.3g}, the largest value is {expected.abs().max():.3g}")
 
 
 @contextlib.contextmanager

@@ -218,14 +218,22 @@ def dense(given: Attention) -> Tensor:
 
 def chunked(given: Attention) -> Tensor:
     """The plain code of training: chunk by chunk with torch's operations."""
-    return column_attention(*given.tensors, given.plan, given.scale)
+    return column_attention(*given.tensors, given.plan, given.scale, backend="reference")
+
+
+def kernel(given: Attention) -> Tensor:
+    """The Triton kernel."""
+    return column_attention(*given.tensors, given.plan, given.scale, backend="triton")
 
 
 ATTENTION = TrainingKernel(
     name="column_attention",
     cases=attention_cases,
     reference=by_autograd(dense),
-    contestants={"chunks": Contestant(by_autograd(chunked))},
+    contestants={
+        "kernel": Contestant(by_autograd(kernel), ours=True, cpu=False),
+        "chunks": Contestant(by_autograd(chunked)),
+    },
     tolerance=2e-2,
 )
 

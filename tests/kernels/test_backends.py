@@ -76,6 +76,20 @@ def test_kernels_of_training_compile_without_spills_for_three_generations(tmp_pa
         assert result["ptx_read_only_loads"] == 0, name
 
 
+ATTENTION = ("90:128", "80:64", "100:64")
+"""Capability and head width; the other widths, dtypes and capabilities are in docs/kernels.md with their command."""
+
+
+def test_attention_compiles_for_three_generations_without_a_spill(tmp_path):
+    process = run_python("-m", "tests.kernels.compile_attention", *ATTENTION, TRITON_CACHE_DIR=str(tmp_path))
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout)
+    assert len(found) == 4 * len(ATTENTION)  # forward, by queries, by keys, by column keys
+    for name, result in found.items():
+        assert result["cubin"] > 1000 and result["stack"] == 0, (name, result)
+        assert result["shared"] <= 163 << 10, (name, result)
+
+
 def test_kernels_never_read_through_the_read_only_cache(compiled):
     """Kernels read back what other threads wrote, which ld.global.nc would not promise to see."""
     for name, result in compiled.items():
@@ -143,6 +157,15 @@ def test_the_dispatch_rule():
     assert choose_backend("auto", torch.device("cuda")) == "triton"
     assert choose_backend("triton", torch.device("cuda")) == "triton"
     assert choose_backend("reference", torch.device("cuda")) == "reference"
+
+
+def test_the_environment_switches_the_kernels_off(monkeypatch):
+    monkeypatch.setenv("MODELOPT_EAGLE_KERNELS", "reference")
+    assert choose_backend("auto", torch.device("cuda")) == "reference"
+    assert choose_backend("triton", torch.device("cuda")) == "triton"
+    monkeypatch.setenv("MODELOPT_EAGLE_KERNELS", "off")
+    with pytest.raises(DecodingError, match="MODELOPT_EAGLE_KERNELS must be auto or reference, found 'off'"):
+        choose_backend("auto", torch.device("cuda"))
 
 
 def test_the_package_works_without_triton():

@@ -5,6 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from modelopt_eagle import kernels
+from modelopt_eagle.kernels.column_attention import askers_of
 from modelopt_eagle.kernels.parity import Cases
 from tests.kernels.test_build_tree import worked_example
 
@@ -19,6 +20,9 @@ def arguments(name: str) -> tuple:
     nodes, counts = Cases(0, "cpu").accepted(1, 6, 4)
     walk = (tree.tokens, tree.parents)
     rows, labels = torch.rand(3, 7), torch.tensor([2, 5])
+    shapes = ((3, 4, 6), (5, 2, 6), (5, 2, 3), (3, 1, 2, 6), (3, 1, 2, 3))
+    heads = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    last, start = torch.tensor([1, 3, 4]), torch.tensor([0, 2, 2])
     return {
         "distill_rows": (
             rows,
@@ -44,11 +48,12 @@ def arguments(name: str) -> tuple:
         "repack_mask": (torch.ones(2, 3, 2, dtype=torch.int32), torch.tensor([2, 1]), 3, 2, "auto"),
         "repack_accepted": (torch.rand(1, 6, 8), nodes, counts, "auto"),
         "relocate_kv": (torch.rand(1, 2, 9, 4), nodes, counts, torch.tensor([2]), None, 2, 0, False, "auto"),
+        "column_attention": (*heads, last, start, askers_of(last, start, 5), None, 0.4, "auto"),
     }[name]
 
 
 NAMES = ("distill_rows", "select_nodes", "build_tree", "verify_greedy", "sample_and_match", "reject_target_only",
-         "pack_mask", "unpack_mask", "repack_mask", "repack_accepted", "relocate_kv")  # fmt: skip
+         "pack_mask", "unpack_mask", "repack_mask", "repack_accepted", "relocate_kv", "column_attention")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
