@@ -4,10 +4,11 @@
     python scripts/benchmark/gpu_check.py --dry_run        # without a GPU: the same steps with the references
 
 Steps, the most valuable first, each in a process of its own, so that one that dies takes no other along: the draft
-loop with and without its graph, every draft of every round, by a head that has learnt its text; a CUDA graph that is
-replayed on new inputs; large batches that would show a race; torch.compile; random cases of every operation
-(``kernels/parity.py``); and the table of ``kernels.py`` with its targets: build plus verify under 20 us for batch 8 and
-64 nodes, relocation at 70 % of the copy bandwidth. The JSON is written after each.
+loop with and without its graph, every draft of every round, by a head that has learnt its text; the kernels of
+training (``training_kernels.py``), compared and timed; a CUDA graph that is replayed on new inputs; large batches
+that would show a race; torch.compile; random cases of every operation (``kernels/parity.py``); and the table of
+``kernels.py`` with its targets: build plus verify under 20 us for batch 8 and 64 nodes, relocation at 70 % of the
+copy bandwidth. The JSON is written after each.
 
 Exit codes: 0 all right, 1 a kernel fails or differs, 3 no CUDA device here (also of a dry run in which every step ran),
 4 correct but a speed target is missed.
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import kernels as benchmark  # scripts/benchmark/kernels.py
+import training_kernels  # scripts/benchmark/training_kernels.py
 
 from modelopt_eagle import kernels
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
@@ -335,16 +337,29 @@ def speed(report: dict, device: str) -> bool:
     return all(verdicts.values())
 
 
+def kernels_of_training(device: str) -> None:
+    """Each kernel of a training step against its reference, then its time; without a GPU the floors alone."""
+    if device == "cuda":
+        if training_kernels.main([]) != training_kernels.OK:
+            raise AssertionError("a kernel of training fails or differs, see above")
+        return
+    machine = kernels.MACHINES["H200"]
+    training_kernels.print_floors(
+        [line for kernel in training_kernels.KERNELS for line in training_kernels.floor_lines(kernel, machine)]
+    )
+
+
 STEPS: dict[str, Callable[[str], object]] = {
     "draft_loop": draft_loop,
+    "kernels_of_training": kernels_of_training,
     "graph_replay": graph_replay,
     "large_trees": large_trees,
     "large_moves": large_moves,
     "compiled_step": compiled_step,
 }
 """The most valuable first: if time runs out, the least is lost."""
-LIMIT = 150
-"""Seconds of one step's process."""
+LIMIT, LIMITS = 150, {"kernels_of_training": 400}
+"""Seconds of one step's process; the kernels of training are compiled for each head width."""
 
 
 def run_step(name: str, device: str, cases: int) -> dict:
@@ -374,9 +389,9 @@ def run_apart(name: str, cases: int) -> dict:
         answer = Path(folder) / "step.json"
         command = [sys.executable, __file__, "--step", name, "--cases", str(cases), "--json", str(answer)]
         try:
-            code = subprocess.run(command, check=False, timeout=LIMIT).returncode
+            code = subprocess.run(command, check=False, timeout=LIMITS.get(name, LIMIT)).returncode
         except subprocess.TimeoutExpired:
-            return {name: f"took more than {LIMIT} seconds", "wrong": True}
+            return {name: f"took more than {LIMITS.get(name, LIMIT)} seconds", "wrong": True}
         if not answer.is_file():
             return {name: f"its process died with exit code {code}", "wrong": True}
         return json.loads(answer.read_text(encoding="utf-8"))
