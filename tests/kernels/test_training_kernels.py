@@ -2,12 +2,14 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from modelopt_eagle.kernels import MACHINES, Work, column_attention_work
-from tests.decoding.test_benchmarks import FOLDER
+
+FOLDER = Path(__file__).parents[2] / "scripts" / "benchmark"
 
 
 @pytest.fixture
