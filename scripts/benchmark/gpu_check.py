@@ -358,7 +358,7 @@ STEPS: dict[str, Callable[[str], object]] = {
     "compiled_step": compiled_step,
 }
 """The most valuable first: if time runs out, the least is lost."""
-LIMIT, LIMITS = 150, {"kernels_of_training": 400}
+LIMIT, LONGER = 150, {"kernels_of_training": 400}
 """Seconds of one step's process; the kernels of training are compiled for each head width."""
 
 
@@ -389,9 +389,9 @@ def run_apart(name: str, cases: int) -> dict:
         answer = Path(folder) / "step.json"
         command = [sys.executable, __file__, "--step", name, "--cases", str(cases), "--json", str(answer)]
         try:
-            code = subprocess.run(command, check=False, timeout=LIMITS.get(name, LIMIT)).returncode
+            code = subprocess.run(command, check=False, timeout=LONGER.get(name, LIMIT)).returncode
         except subprocess.TimeoutExpired:
-            return {name: f"took more than {LIMITS.get(name, LIMIT)} seconds", "wrong": True}
+            return {name: f"took more than {LONGER.get(name, LIMIT)} seconds", "wrong": True}
         if not answer.is_file():
             return {name: f"its process died with exit code {code}", "wrong": True}
         return json.loads(answer.read_text(encoding="utf-8"))
