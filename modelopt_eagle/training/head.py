@@ -44,7 +44,7 @@ def new_head(
             )
         start = algorithm_of(config).from_target
         if start is not None:  # check_drafter has refused drafters without
-            with whole_layers(target.layers[-len(module.layers) :]):
+            with whole_layers(target.layers[-config.num_hidden_layers :]):
                 start(module, target)
     return module, line
 
