@@ -319,6 +319,9 @@ def check_column_attention(cases: Cases, backend: str) -> None:
     starts = starts[rows]
     if choose.random() < 0.4:
         starts = torch.maximum(starts, rows - choose.randint(0, most))  # a window
+    if seed % 24 == 5:  # a window of several blocks: masked ones on both sides of whole ones
+        lengths, rows = [90], torch.arange(90)  # [n]
+        starts = (rows - 44).clamp(min=0)
     sees = torch.rand(share, columns, generator=cases.generator) < 0.6 if choose.random() < 0.3 else None
     half = [torch.float16] if cases.device == "cpu" else [torch.float16, torch.bfloat16]  # the interpreter's limit
     dtype = choose.choice([torch.float32, *half]) if max(dk, dv) <= 128 else half[-1]
