@@ -42,6 +42,9 @@ def loaded(monkeypatch, tmp_path):
         raise TargetError("seen")
 
     monkeypatch.chdir(tmp_path)
+    for head in (tmp_path / "head", tmp_path / "h"):  # what holds no head is told before a target is loaded
+        head.mkdir()
+        (head / "config.json").write_text("{}")
     for name in ("load_target", "load_target_tables"):
         monkeypatch.setattr(f"modelopt_eagle.target.{name}", load)
     return asked
