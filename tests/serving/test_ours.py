@@ -29,9 +29,9 @@ def test_drafts_are_counted_as_engines_do(monkeypatch):
     monkeypatch.setattr("modelopt_eagle.decoding.generator.PseudoSpeculativeGenerator", Generator)
     check = ServingCheck.__new__(ServingCheck)
     check.target = SimpleNamespace(end_token_ids=(END, 77))
-    check.prompts, check.steps, check.batch_size, check.max_new_tokens = [[1], [2], [3], [4]], 3, 3, 5
+    check.prompts, check.batch_size, check.max_new_tokens = [[1], [2], [3], [4]], 3, 5
     check.say = lambda line: None
-    tokens, counts, drafts = check.ours(SimpleNamespace(float=lambda: None))
+    tokens, counts, drafts = check.ours(SimpleNamespace(float=lambda: None), 3)
     assert tokens == [[5, 6, 7, 8, 4], [5, 6, END], [5, 6, 7, END], [END]]
     assert drafts == 2 + 1 + 2 and counts == [1 + 1 + 2, 1 + 1 + 1, 1]
     assert up_to_end([], (1,)) == [] and up_to_end([3, 1, 1], (1,)) == [3, 1]
