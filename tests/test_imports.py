@@ -4,6 +4,7 @@ Imports inside functions and under ``TYPE_CHECKING`` count like those at the top
 """
 
 import ast
+import importlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -85,6 +86,22 @@ def test_a_room_imports_only_from_the_storeys_below():
         if name and other and room_of(name) != room_of(other) and STOREY[room_of(other)] >= STOREY[room_of(name)]
     ]
     assert wrong == []
+
+
+def test_what_is_imported_is_there():
+    """Also inside functions, where a name that has moved would be missed only when a command runs."""
+    missing = []
+    scripts = sorted((ROOT.parent / "scripts").rglob("*.py"))
+    for path in [*MODULES.values(), *scripts]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != PACKAGE:
+                continue
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}".removeprefix(f"{PACKAGE}.")
+                if inner not in MODULES and not hasattr(module, alias.name):
+                    missing.append(f"{path.name}:{node.lineno}: {node.module}.{alias.name}")
+    assert not missing
 
 
 def test_no_module_imports_itself_by_way_of_others():
