@@ -59,7 +59,7 @@ def test_rows_with_images_are_not_computed_again_from_their_tokens(folders, targ
     options = ["--model", str(folders["qwen3_vl"]), "--device", "cpu"]
     assert run_command("features", ["verify", str(tmp_path / "all"), *options]) == 0
     output = capsys.readouterr().out
-    assert "1 rows computed again" in output and "3 rows of the sample left out: they have images" in output
+    assert "1 of 4 rows computed again" in output and "3 of these rows left out: they have images" in output
     assert run_command("features", ["verify", str(tmp_path / "pictures"), *options]) == 2
     assert "all 3 rows of the sample have images" in capsys.readouterr().err
 
