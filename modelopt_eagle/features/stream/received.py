@@ -7,13 +7,13 @@ connection that is far ahead of the messages taken from it can be told and ended
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 
 LARGEST_LEAD = 256 * 2**10
@@ -71,7 +71,8 @@ class Watched:
 
     The one thread in which ZeroMQ moves the bytes of a process waits, for ever and for all sockets, where an event
     cannot be handed over. So their queue has no bound, and they are switched off before its end is closed, also where
-    nobody calls :meth:`close`: hold the socket by this object alone.
+    nobody calls :meth:`close` and the garbage collector lets go of a circle of objects, in whatever order: hold the
+    socket by this object alone.
 
     Args:
         zmq: the module.
@@ -90,6 +91,8 @@ class Watched:
         self.events.setsockopt(zmq.LINGER, 0)
         socket.monitor(address, events)
         self.events.connect(address)
+        # by a finalizer, which holds both ends: in __del__ the collector may have closed the events' end already
+        self._end = weakref.finalize(self, _end_in_order, socket, self.events)
 
     def told(self) -> Iterator[tuple[int, int]]:
         """``(event, descriptor)`` of what has happened since the last call; the second is an error for some events."""
@@ -101,15 +104,15 @@ class Watched:
 
     def close(self) -> None:
         """Close the socket, after its events; a second call does nothing."""
-        if not self.events.closed:
-            self.socket.monitor(None, 0)
-            self.events.close()
-            self.socket.close()
+        self._end()
 
-    def __del__(self):
-        if getattr(self, "events", None) is not None:
-            with contextlib.suppress(Exception):  # at the end of the interpreter parts of ZeroMQ may be gone
-                self.close()
+
+def _end_in_order(socket, events) -> None:
+    """Switch the events of a socket off, then close the end where they come in, then the socket."""
+    if not socket.closed:
+        socket.monitor(None, 0)
+    events.close()
+    socket.close()
 
 
 def wire_bytes(frames: Sequence[bytes]) -> int:
