@@ -6,11 +6,11 @@ The host code of each operation runs on CPU tensors with its launch replaced by 
 same arguments, so that names, types and tile sizes are those of a real launch.
 """
 
+import argparse
 import importlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 
 import torch
@@ -89,12 +89,14 @@ def compile_attention(widths: str, dtype: torch.dtype) -> None:
     torch.autograd.grad(out, tensors, torch.ones_like(out))
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Run attention of some widths with compilation in the place of launches."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", metavar="CAPABILITY:WIDTHS[:DTYPE]", help="90:128, or 80:192/128:float32")
     dispatch.TritonKernel.__getitem__ = compile_instead
     column_attention.choose_backend = lambda backend, device: "triton"
     column_attention.gpu_limits = lambda device: (chosen["capability"], SHARED[chosen["capability"]])
-    for argument in arguments:
+    for argument in parser.parse_args().cases:
         which, widths, dtype = (*argument.split(":"), "bfloat16")[:3]
         chosen.update(capability=int(which), prefix=f"{argument} ")
         compile_attention(widths, getattr(torch, dtype))
@@ -102,4 +104,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
