@@ -137,7 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.log is None:
         lines = printed_again(options.run)
     else:
-        lines = options.log.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = options.log.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            sys.exit(f"error: --log {options.log}: {error}")
+        if not lines:
+            sys.exit(f"error: --log {options.log} is empty: keep what the run's command prints there, as --help says")
     options.folder.mkdir(parents=True, exist_ok=True)
     (options.folder / "terminal.svg").write_text(terminal(shortened(of_the_run(lines))), encoding="utf-8")
     (options.folder / "page.png").write_bytes(photograph(page))

@@ -131,18 +131,26 @@ def fits(recipe, source, args) -> int:
 
     from modelopt_eagle.common.machine import free_memory
     from modelopt_eagle.training.memory import bytes_kept, estimate_peak, heaviest_batch, state_bytes
+    from modelopt_eagle.training.placement import not_split, split_share
 
     config, head = target_and_head(recipe)
+    if args.memory is not None:
+        available, whose = args.memory * 2**30, "as given"
+    else:
+        available, whose = free_memory(), "free here"
     shares = max(1, args.processes // recipe.training.context_parallel)
     shape = heaviest_batch(recipe, source.lengths, source.supervised_counts(), shares)
     device = recipe.model.load_arguments()["device"].split(":")[0]
     found = estimate_peak(recipe, config, head, shape, processes=args.processes)
     kept = bytes_kept(recipe, sum(source.lengths), state_bytes(head), shape, "cpu" if device == "cpu" else "cuda")
     found = replace(found, kept=kept)
-    if args.memory is not None:
-        available, whose = args.memory * 2**30, "as given"
-    else:
-        available, whose = free_memory(), "free here"
+    chosen = recipe.model.parallel
+    if chosen == "auto" and available is not None and found.total > available and not_split(recipe) is None:
+        chosen = "fsdp"
+    if chosen == "fsdp" and args.processes > 1 and recipe.data.runs_target:
+        shards = recipe.model.shards or args.processes
+        found = replace(found, target=split_share(recipe, config, found.target, shards))
+        print(f"split        the target's layers over {shards} processes (FSDP2), two layers gathered at a time")
     print(f"memory       {found.line()}")
     if available is None:
         return 0
@@ -165,7 +173,7 @@ def budget_lines(recipe, found: Estimate, flops_per_second: float) -> list[str]:
     if recipe.data.cache_features != "none":
         needed, given = found.target_flops / flops_per_second / 60, FEATURES_UNTIL * minutes
         rows = "all rows" if needed <= given else f"about {given / needed:.0%} of the rows"
-        line += f"; features have {given:,.1f}, which is enough for {rows}"
+        line += f"; features have {given:,.1f}, enough for {rows} at this speed, reading and tokenising apart"
     return [line]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from modelopt_eagle.common.parser import CommandParser, command_parser
@@ -32,9 +33,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0.
 
     Raises:
-        CheckpointError: a folder that holds no run, or not as many as are needed.
+        CheckpointError: a folder that holds no run, not as many as are needed, or a page that cannot be written.
     """
+    from modelopt_eagle.common.files import disk_trouble
+
     arguments = build_parser().parse_args(argv)
+    try:
+        return _write(arguments)
+    except OSError as error:
+        place = arguments.output or error.filename or "the page"
+        raise CheckpointError(f"cannot write {place}: {disk_trouble(error)}; name another --output") from error
+
+
+def _write(arguments: argparse.Namespace) -> int:
     if not arguments.compare and len(arguments.run) != 1:
         raise CheckpointError(
             f"expected the output folder of one run, found {len(arguments.run)}; several are compared with --compare"

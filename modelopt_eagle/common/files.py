@@ -148,11 +148,12 @@ def file_lock(path: str | Path, wait: bool = True) -> FileLock:
         wait: wait for another holder; else taking a lock that is held raises ``filelock.Timeout``.
 
     Returns:
-        The lock; taking it raises ``OSError`` if the file cannot be made.
+        The lock.
 
     Raises:
-        OSError: the lock file is a link, which would make or lock a file elsewhere.
+        OSError: the lock file is a link, which would make or lock a file elsewhere, or cannot be made.
     """
     if Path(path).is_symlink():
         raise OSError(errno.ELOOP, "the lock file is a link", str(path))
+    Path(path).touch()  # where no file can be made, the library takes the lock for one that another holds
     return FileLock(path, timeout=-1 if wait else 0, thread_local=False, poll_interval=0.01)

@@ -1,8 +1,9 @@
 """Products of few rows with float32 weights on the CPU: by BLAS or by oneDNN, whichever is faster there.
 
-One row only reads the weights, so the memory's bandwidth is the floor. MKL keeps up with it on Intel's processors for
-one and two rows and on no others; oneDNN does for more rows, best over weights that were laid out for it, and takes an
-activation or a sum into the same pass (``docs/decoding.md`` has the numbers).
+One row only reads the weights, so the memory's bandwidth is the floor. On Intel's processors MKL keeps up with it for
+one to three rows; from four on it copies the weights before it multiplies, unless it is given them in blocks that stay
+in the cache. On others oneDNN is the faster from one row on, and on all for many rows, best over weights that were laid
+out for it; it takes an activation or a sum into the same pass (``docs/decoding.md`` has the numbers).
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ def mkl_on_intel() -> bool:
         return False
 
 
-BLAS_ROWS = 2 if mkl_on_intel() else 0
+BLAS_ROWS = 3 if mkl_on_intel() else 0
 """Rows up to which BLAS is the faster."""
+BLOCK_ROWS = 9 if mkl_on_intel() else 0
+"""Rows up to which BLAS is the faster over blocks of a weight."""
+BLOCKS = (96, 64, 128, 48)
+"""Rows of such a block, the best first: one must divide the weight's."""
 
 
 class Product:
@@ -58,6 +63,7 @@ class Product:
         if len(lying) > 1 and any(bias is not None for _, bias in lying):
             self.bias = torch.cat([weight.new_zeros(len(weight)) if b is None else b for weight, b in lying])
         self.lying = lying if copy is None else [(copy.lying, self.bias)]
+        self.blocked = all(block_rows(weight) for weight, _ in self.lying)
         self.weight = copy.packed if copy is not None else lying[0][0] if len(lying) == 1 else None
 
     def __call__(self, x: Tensor, activation: tuple[str, str] = NOTHING) -> Tensor:
@@ -65,14 +71,30 @@ class Product:
         if x.shape[0] <= BLAS_ROWS or self.weight is None:
             parts = [nn.functional.linear(x, *part) for part in self.lying]
             return ACTIVATIONS[activation](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        if self.blocked and x.shape[0] <= BLOCK_ROWS:
+            parts = [by_blocks(x, *part) for part in self.lying]
+            return ACTIVATIONS[activation](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, activation[0], [], activation[1])
 
     def combined(self, x: Tensor, other: Tensor, how: str) -> Tensor:
         """The same added to (``"add"``) or multiplied by (``"mul"``) ``other [R, out]``."""
-        if x.shape[0] <= BLAS_ROWS or self.weight is None:
+        if x.shape[0] <= BLAS_ROWS or self.weight is None or (self.blocked and x.shape[0] <= BLOCK_ROWS):
             out = self(x)
             return out.add_(other) if how == "add" else out.mul_(other)
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, how)
+
+
+def block_rows(weight: Tensor) -> int:
+    """Rows of the blocks that a weight ``[out, in]`` is taken in; 0 if it has none."""
+    return next((size for size in BLOCKS if len(weight) % size == 0), 0) if weight.is_contiguous() else 0
+
+
+def by_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [R, in]`` through a linear layer, by BLAS, a block of its weight ``[out, in]`` after the other."""
+    blocks = weight.view(-1, block_rows(weight), weight.shape[1])  # [C,b,in]
+    out = torch.bmm(x.expand(len(blocks), *x.shape), blocks.transpose(1, 2))  # [C,R,b]
+    out = out.transpose(0, 1).reshape(len(x), -1)  # [R,out]
+    return out if bias is None else out.add_(bias)
 
 
 def rows_through(rows: int) -> int:

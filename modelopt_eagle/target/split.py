@@ -109,7 +109,7 @@ def _cut(model: Any, described: Described, shards: Shards, device: torch.device)
     """Give every process the tensors, a layer at a time, and cut each layer."""
     from torch.distributed.fsdp import fully_shard
 
-    parts = find_parts(model, model.config.get_text_config(decoder=True))
+    parts = _parts_of(model)
     waiting = list(described.tensors)
     options = {"mesh": shards.mesh, "reshard_after_forward": True}
     for number, layer in enumerate(parts.layers):
@@ -144,6 +144,10 @@ def _send(model: nn.Module, tensors: Iterable[Held], device: torch.device) -> No
             (module._parameters if held.learns else module._buffers)[_key(name)] = settled
 
 
+def _parts_of(model: Any) -> TargetParts:
+    return find_parts(model, model.config.get_text_config(decoder=True))
+
+
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -168,3 +172,12 @@ def weight_bytes(model_class, config, dtype: torch.dtype, trust_remote_code: boo
         model = model_class.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return sum(p.numel() for p in model.parameters()) * dtype.itemsize
+
+
+def layer_shares(model_class, config, trust_remote_code: bool = False) -> tuple[int, int, int]:
+    """Parameters of all decoder layers, of the largest one, and of the whole target, from its configuration alone."""
+    with torch.device("meta"):
+        model = model_class.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in _parts_of(model).layers]
+    return sum(sizes), max(sizes), sum(p.numel() for p in model.parameters())

@@ -14,7 +14,7 @@ from modelopt_eagle.errors import EagleError, RecipeError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.load import causal_class, load_config, resolve
 from modelopt_eagle.target.shards import Shards
-from modelopt_eagle.target.split import weight_bytes
+from modelopt_eagle.target.split import layer_shares, weight_bytes
 
 ROOM = 0.8
 """Share of a device's memory that the target and what is trained may take; the rest is for features and a step."""
@@ -130,6 +130,21 @@ def whole_fits(recipe: Recipe, device: torch.device, alone: bool = False) -> tup
         f"a copy takes {gib(target)} and the head {gib(head)} of {gib(memory)} {'here' if alone else 'each'}, of which "
         f"{ROOM:.0%} may be used"
     )
+
+
+def split_share(recipe: Recipe, config: Any, target: int, shards: int) -> int:
+    """Bytes of a split target on a device: its slices of the layers, two whole layers, and all that is not cut.
+
+    Args:
+        recipe: of the run.
+        config: the target's, of transformers.
+        target: bytes of a whole copy.
+        shards: the processes that hold a copy together.
+    """
+    kind = causal_class(config, recipe.model.base_model, recipe.model.trust_remote_code)
+    layers, largest, every = layer_shares(kind, config, recipe.model.trust_remote_code)
+    gathered = layers / shards + min(2 * largest, layers)
+    return round(target * min(1.0, (every - layers + gathered) / every))
 
 
 def head_weights(recipe: Recipe, config: Any) -> int:

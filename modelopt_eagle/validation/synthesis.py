@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from modelopt_eagle.common.files import file_lock, read_json, write_whole
+from modelopt_eagle.common.files import disk_trouble, file_lock, read_json, write_whole
 from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.data.files import SourceRow
 from modelopt_eagle.data.prompts import Prompt, prompt_of
@@ -214,16 +214,18 @@ class AnswerFile:
         prompts: all that are asked.
 
     Raises:
-        DataError: see :func:`prepare_output`; or another process writes into the output.
+        DataError: see :func:`prepare_output`; or another process writes into the output, or nobody can.
     """
 
     def __init__(self, output: Path, settings: SynthesisSettings, prompts: list[Prompt]):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = file_lock(output.with_name(output.name + ".lock"), wait=False)
         try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = file_lock(output.with_name(output.name + ".lock"), wait=False)
             self._lock.acquire()
         except Timeout as error:
             raise DataError(f"another process writes into {output}: wait for it, or choose another --output") from error
+        except OSError as error:
+            raise DataError(f"cannot write {output}: {disk_trouble(error)}; choose another --output") from error
         try:
             self.missing = missing_prompts(prompts, prepare_output(output, settings))
             self.account = Account(skipped=len(prompts) - len(self.missing))

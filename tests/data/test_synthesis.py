@@ -191,6 +191,14 @@ def test_two_processes_cannot_write_one_output(tiny_target_dir, questions, tmp_p
         pass
 
 
+@pytest.mark.parametrize("place", ["/proc/x.jsonl", "file/x.jsonl"])
+def test_an_output_that_cannot_be_written_is_told(tiny_target_dir, questions, tmp_path, capsys, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert synthesize(tiny_target_dir, questions, place) == 2
+    assert f"error: cannot write {place}: " in capsys.readouterr().err
+
+
 def test_answers_are_resumed_by_what_is_asked_and_not_by_where_it_stands(tiny_target_dir, tmp_path):
     asked = [{"messages": [{"role": "user", "content": text}]} for text in ("one?", "two?", "three?")]
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"

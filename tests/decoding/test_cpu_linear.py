@@ -24,10 +24,11 @@ def forwards(*models):
     return [part for model in models for part in model.modules() if "forward" in part.__dict__]
 
 
-@pytest.fixture(autouse=True, params=[0, 2], ids=["oneDNN", "BLAS for few rows"])
+@pytest.fixture(autouse=True, params=[(0, 0), (3, 9)], ids=["oneDNN", "BLAS for few rows"])
 def processor(request, monkeypatch):
-    """As on a processor where oneDNN takes all products, and as where BLAS takes those of one and two rows."""
-    monkeypatch.setattr(cpu_product, "BLAS_ROWS", request.param)
+    """As on a processor where oneDNN takes all products, and as where BLAS takes those of few rows, by blocks too."""
+    monkeypatch.setattr(cpu_product, "BLAS_ROWS", request.param[0])
+    monkeypatch.setattr(cpu_product, "BLOCK_ROWS", request.param[1])
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -195,3 +196,15 @@ def test_weights_that_do_not_count_changes_are_read_as_they_lie():
                 torch.testing.assert_close(model(x), torch.nn.functional.linear(x, *model[0].parameters()))
             model[0].weight.mul_(2)
     assert fast.packed_bytes == 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("out", [96, 960, 64, 256, 144])
+def test_a_product_by_blocks_is_the_product(out, bias):
+    layer = torch.nn.Linear(80, out, bias=bias)
+    assert out % cpu_product.block_rows(layer.weight) == 0
+    for rows in (1, 4, 9):
+        x = torch.randn(rows, 80)
+        found = cpu_product.by_blocks(x, layer.weight.detach(), layer.bias)
+        torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-5)
+    assert cpu_product.block_rows(torch.zeros(100, 8)) == cpu_product.block_rows(torch.zeros(8, 96).t()) == 0

@@ -65,8 +65,9 @@ def passes(target):
 def test_numbers_are_the_layers_own(family, monkeypatch):
     target = build(*FAMILIES[family])
     own = passes(target)
-    for blas_rows in (0, 2):
+    for blas_rows, block_rows in ((0, 0), (2, 0), (3, 9)):
         monkeypatch.setattr(cpu_product, "BLAS_ROWS", blas_rows)
+        monkeypatch.setattr(cpu_product, "BLOCK_ROWS", block_rows)
         for pack in (True, False):
             fast = FastLinears(target.model, pack)
             with torch.inference_mode(), fast.use():

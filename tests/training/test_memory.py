@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.common.allocations import Allocations, Shapes
 from modelopt_eagle.data import prepare_rows
 from modelopt_eagle.draft.algorithm import find_algorithm
@@ -11,6 +12,7 @@ from modelopt_eagle.errors import TrainingError
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import memory, run, train
+from modelopt_eagle.training.placement import split_share
 from tests.training.runs import small_recipe, write_conversations
 
 
@@ -136,3 +138,21 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(tiny_target_
     monkeypatch.setattr(run, "load_target", lambda **arguments: pytest.fail("it was loaded"))
     with pytest.raises(TrainingError, match="the target's weights take .* MiB, and 1.0 MiB are there"):
         train(small_recipe(tiny_target_dir, data, tmp_path / "run"))
+
+
+def test_a_split_target_is_estimated_in_slices(tiny_target, tiny_target_dir, tmp_path, capsys):
+    data = write_conversations(tmp_path / "rows.jsonl", 4)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in tiny_target.parts.layers]
+    every = 4 * sum(p.numel() for p in tiny_target.model.parameters())
+    recipe = load_recipe(None, [f"model.base_model={tiny_target_dir}", "model.parallel=fsdp"])
+    for shards in (2, 4):
+        expected = every - 4 * sum(layers) + 4 * sum(layers) / shards + 4 * 2 * max(layers)
+        assert split_share(recipe, tiny_target.model.config, every, shards) == pytest.approx(min(every, expected))
+    command = ["--base_model", str(tiny_target_dir), "--data", str(data), "--recipe", "eagle3", "--gflops", "1",
+               "--processes", "4", "eagle.draft_vocab_size=64"]  # fmt: skip
+    assert run_command("estimate", [*command, "model.parallel=fsdp", "--memory", "1"]) == 0
+    assert "split        the target's layers over 4 processes" in capsys.readouterr().out
+    assert run_command("estimate", [*command, "--memory", "1"]) == 0
+    assert "split  " not in capsys.readouterr().out  # a copy fits
+    assert run_command("estimate", [*command, "--memory", "0.0001"]) == 1
+    assert "split  " in capsys.readouterr().out
