@@ -59,7 +59,7 @@ class DataSection(Section):
     workers: Positive = Field(
         1,
         description="Processes that render and tokenise conversations, the one that reads them among them; worth it "
-        "from some thousand rows on.",
+        "from some ten thousand rows on.",
     )
     min_used_share: Share = Field(
         0.2,
