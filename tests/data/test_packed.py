@@ -127,6 +127,7 @@ def test_this_process_tokenises_while_others_start(many, monkeypatch):
             self.given = []
 
         def submit(self, _, chunk):
+            assert len(self.given) < dataset_module._AHEAD, "it has enough to do"
             self.given.append((Future(), chunk))
             return self.given[-1][0]
 
