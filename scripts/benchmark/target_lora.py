@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base_model", default="tiny", help="target; tiny: the random one of the tests")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--max_length", type=int, default=96)
+    parser.add_argument("--max_length", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args()

@@ -10,9 +10,10 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import re
-import runpy
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from modelopt_eagle.cli.main import available_commands, run_command
 from modelopt_eagle.export import load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.recipe.command_line import recipe_from_arguments, run_recipe
+from tests.end_to_end import parse_only
 from tests.training.runs import write_conversations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,14 +191,10 @@ def run_or_parse(words, target, monkeypatch, runs=True):
         return "parsed"
     script = ROOT / words[1] if len(words) > 1 else ROOT
     if words[0] == "python" and (script.suffix == ".py" or words[1:2] == ["-m"]):
-        argv = [words[1], *words[2:]] if script.suffix == ".py" else words[2:]
-        monkeypatch.setattr(sys, "argv", argv)
-        monkeypatch.syspath_prepend(str(script.parent))
-        with only_parsing(monkeypatch), pytest.raises(Parsed):
-            if script.suffix == ".py":
-                runpy.run_path(str(script), run_name="__main__")
-            else:
-                runpy.run_module(words[2], run_name="__main__")
+        program = [str(script), *words[2:]] if script.suffix == ".py" else words[2:]
+        command = [sys.executable, "-m", "tests.end_to_end.parse_only", *program]
+        process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert process.returncode == parse_only.PARSED, (words, process.stderr)
         return "parsed"
     if words[0] == "bash" and script.suffix == ".sh":
         known = script.read_text(encoding="utf-8")

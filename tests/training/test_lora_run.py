@@ -1,5 +1,7 @@
 """Runs that train adapters on the target: what falls, what stays, what is saved, and what is refused."""
 
+import runpy
+import sys
 from pathlib import Path
 
 import peft
@@ -219,3 +221,14 @@ def test_weights_that_are_not_finite_are_not_saved(tiny_target_dir, data, tmp_pa
     with pytest.raises(ValueError, match="finite|nan"):
         train(small_recipe(tiny_target_dir, data, tmp_path / "run", *LORA))
     assert [folder.name for folder in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-0"]
+
+
+def test_the_benchmark_of_the_docs_trains_on_the_shipped_text(monkeypatch, capsys):
+    script = Path(__file__).parents[2] / "scripts" / "benchmark" / "target_lora.py"
+    names = runpy.run_path(str(script))
+    monkeypatch.setitem(names["main"].__globals__, "WEIGHTS", (1,))
+    monkeypatch.setitem(names["main"].__globals__, "CHANCES", (0,))
+    monkeypatch.setattr(sys, "argv", [str(script), "--rows", "4", "--epochs", "1"])
+    names["main"]()
+    plain, adapted = capsys.readouterr().out.splitlines()
+    assert plain.startswith("without adapters: loss ") and adapted.startswith("| 1 | ") and ", KL " in adapted
