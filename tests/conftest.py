@@ -82,6 +82,14 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log, VLLM.tests[0].relative_to(HERE.parent).as_posix())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """What one process tells the other of a test."""
+    from tests.side_by_side import sendable
+
+    return sendable((yield))
+
+
 def pytest_report_header(config):
     lines = []
     for engine in ENGINES:

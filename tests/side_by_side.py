@@ -28,3 +28,14 @@ class ByFile(LoadScopeScheduling):
         terminal.ensure_newline()
         terminal.write_line(f"{node.gateway.id}: {next(iter(self.workqueue))}")
         super()._assign_work_unit(node)
+
+
+def sendable(value):
+    """A report's content with halves of characters, which a test may have logged, as escapes: others are not sent."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {sendable(key): sendable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(sendable(item) for item in value)
+    return value

@@ -8,16 +8,22 @@ from types import SimpleNamespace
 from tests.conftest import HERE, VLLM, pytest_collection_modifyitems, pytest_xdist_make_scheduler
 
 CONFTEST = """
-from tests.side_by_side import ByFile
+import pytest
+from tests.side_by_side import ByFile, sendable
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    return sendable((yield))
 
 def pytest_xdist_make_scheduler(config, log):
     return ByFile(config, log, "shared")
 """
 FILE = """
-import os, pytest
+import logging, os, pytest
 
 @pytest.mark.parametrize("number", range(4))
 def test(number):
+    logging.warning("half a character: \\ud83d")
     with open({log!r}, "a") as log:
         log.write(f"{{__file__}} {{os.environ['PYTEST_XDIST_WORKER']}}\\n")
 """
