@@ -24,9 +24,10 @@ class ByFile(LoadScopeScheduling):
         return self._together if file.startswith(f"{self._together}/") else file
 
     def _assign_work_unit(self, node):
-        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-        terminal.ensure_newline()
-        terminal.write_line(f"{node.gateway.id}: {next(iter(self.workqueue))}")
+        terminal = self.config.get_terminal_writer()
+        if terminal.width_of_current_line:  # behind some dots
+            terminal.line()
+        terminal.line(f"{node.gateway.id}: {next(iter(self.workqueue))}")
         super()._assign_work_unit(node)
 
 
