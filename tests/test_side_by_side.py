@@ -38,7 +38,7 @@ def test_files_and_the_folder_that_shares_stay_whole(tmp_path):
         (tmp_path / name).write_text(FILE.format(log=str(log)))
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "20 passed" in done.stdout, done.stdout + done.stderr
     ran = [line.split() for line in log.read_text().splitlines()]
     assert len(ran) == 20
