@@ -69,6 +69,33 @@ def write_page(facts: RunFacts, folder: str | Path, file: str = "index.html", pi
     return write_whole(folder / file, text)
 
 
+def write_sheet(
+    file: str | Path, title: str, notes: Sequence[str], headings: Sequence[str], rows: Sequence[Sequence[str]],
+    drawn: Sequence[Plot],
+) -> Path:  # fmt: skip
+    """Write a page of sentences, one table and plots, with the plots as PNG beside it.
+
+    Args:
+        file: the page.
+        title: its heading.
+        notes: paragraphs before the table.
+        headings, rows: of the table, as text; all rows are as long as the headings.
+        drawn: the plots, below the table.
+
+    Returns:
+        the page.
+
+    Raises:
+        MissingExtraError: jinja2 is not installed.
+    """
+    file = Path(file)
+    text = render("sheet.html", title=title, notes=notes, headings=headings, rows=rows, plots=drawn)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for plot in drawn:
+        write_whole(file.parent / f"{plot.name}.png", plot.png)
+    return write_whole(file, text)
+
+
 def render(template: str, **values: Any) -> str:
     """A shipped template filled in; everything that is not a plot of ours is escaped."""
     jinja2 = require_extra("jinja2", "report")

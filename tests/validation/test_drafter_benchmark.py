@@ -1,4 +1,4 @@
-"""``scripts/benchmark/drafters.py``: trains, answers, times, goes on where it ended, and adds its parts up."""
+"""``drafters.py`` and ``choices.py`` of the benchmarks: train, answer, time, go on where they ended, add up."""
 
 import json
 import runpy
@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from modelopt_eagle.common.acceptance import pooled_length
+from modelopt_eagle.common.acceptance import paired_difference, pooled_length
+from modelopt_eagle.recipe import dump_resolved, same_recipe
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "benchmark" / "drafters.py"))
-main, recipe_of, build_parser = (SCRIPT[name] for name in ("main", "recipe_of", "build_parser"))
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
+SCRIPT, CHOICES = (runpy.run_path(str(SCRIPTS / f"{name}.py")) for name in ("drafters", "choices"))
+main, build_parser, equal_minutes = (SCRIPT[name] for name in ("main", "build_parser", "equal_minutes"))
 
 
-def command(folder, *more):
+def command(folder, *more, heads=("--drafters", "eagle3", "medusa")):
     return [
-        "--output", str(folder / "out"), "--drafters", "eagle3", "medusa", "--minutes", "0.004",
+        "--output", str(folder / "out"), *heads, "--minutes", "0.004",
         "--base_model", str(folder / "target"), "--data", str(folder / "rows.jsonl"), "--prompts",
         str(folder / "prompts.jsonl"), "--num_samples", "4", "--max_new_tokens", "12", "--turns", "1",
         "--speedup_prompts", "1", "--seeds", "0", "1", *more,
@@ -84,8 +86,102 @@ def test_bad_numbers_are_told_before_anything_is_done(wrong, folder, capsys, tmp
 
 def test_every_drafter_has_a_recipe_and_plans(tmp_path):
     arguments = build_parser().parse_args(["--output", str(tmp_path)])
-    for name in SCRIPT["DRAFTERS"]:
-        recipe = recipe_of(name, 1, arguments)
-        assert recipe.training.seed == 1 and recipe.training.time_budget_clock == "processor" and SCRIPT["PLANS"][name]
+    for name, contestant in SCRIPT["DRAFTERS"].items():
+        recipe = equal_minutes.recipe_of(contestant, name, 1, arguments)
+        assert recipe.training.seed == 1 and recipe.training.time_budget_clock == "processor" and contestant.plans
         assert name.startswith(recipe.drafter.algorithm)
-    assert recipe_of("dflash8", 0, arguments).dflash.block_size == 8
+    assert equal_minutes.recipe_of(SCRIPT["DRAFTERS"]["dflash8"], "dflash8", 0, arguments).dflash.block_size == 8
+
+
+@pytest.fixture(scope="module")
+def choices(folder):
+    """The folder of the drafters, gone on with: three choices, one of which is held against another."""
+    heads = [folder / f"out/eagle3-seed{seed}.json" for seed in (0, 1)]
+    before = [head.stat().st_mtime_ns for head in heads]
+    given = command(folder, heads=("--choices", "lk", "wide"))
+    assert CHOICES["main"](given) == 0
+    assert [head.stat().st_mtime_ns for head in heads] == before  # the drafters' heads are taken as they are
+    return folder / "out"
+
+
+def test_choices_are_held_against_the_drafters_heads(choices):
+    found = json.loads((choices / "choices.json").read_text())
+    assert [(row["choice"], row["draft"]) for row in found["rows"]] == [
+        ("eagle3", "chain 3"), ("eagle3", "chain 3, T = 1"), ("lk", "chain 3"), ("lk", "chain 3, T = 1"),
+        ("random", "chain 3"), ("wide", "chain 3"),
+    ]  # fmt: skip
+
+    def accepted(name, ending=""):
+        parts = [json.loads((choices / f"{name}-seed{s}/answers-chain-3{ending}.json").read_text()) for s in (0, 1)]
+        return [sum((part["rows"][n]["accepted"] for part in parts), []) for n in range(4)]
+
+    rows = {(row["choice"], row["draft"]): row for row in found["rows"]}
+    for name, against, ending, draft in (
+        ("lk", "eagle3", "", "chain 3"), ("lk", "eagle3", "-t1", "chain 3, T = 1"), ("wide", "random", "", "chain 3"),
+    ):  # fmt: skip
+        row, other = rows[name, draft], rows[name, draft]["difference"]
+        expected = paired_difference(accepted(against, ending), accepted(name, ending))
+        assert other["against"] == against and other["prompts"] == 4
+        assert (other["difference"], tuple(other["ci95"])) == (expected.difference, expected.ci95)
+        assert row["acceptance_length"] == pooled_length(accepted(name, ending))
+        assert other["by_seed"][0] == pytest.approx(row["by_seed"][0] - rows[against, draft]["by_seed"][0])
+    assert accepted("lk") != accepted("lk", "-t1")
+    for name in ("eagle3", "lk"):
+        last = [sorted(choices.glob(f"{name}-seed{s}/checkpoint-*/trainer_state.json"))[-1] for s in (0, 1)]
+        drawn = [json.loads(file.read_text())["evaluations"] for file in last]
+        if all(drawn):  # some rows were held out
+            assert rows[name, "chain 3"]["expected_at_temperature_1"] > 1
+    weights = [next((choices / f"{name}-seed0").rglob("model.safetensors")).read_bytes() for name in ("eagle3", "lk")]
+    assert weights[0] != weights[1]  # the losses were told apart
+    speed = rows["lk", "chain 3"]["speed"]
+    assert speed["over_the_other"] > 0 and speed["draft_cost"] > 0 and rows["eagle3", "chain 3"]["speed"] is None
+
+
+def test_choices_are_told_and_drawn(choices):
+    text = (choices / "choices.md").read_text()
+    assert "| `lk` | eagle3 | chain 3, T = 1 | " in text and "| `wide` | random | chain 3 | " in text
+    assert "commit" in text and "lk: the LK loss in place of KL" in text
+    page = (choices / "choices.html").read_text()
+    assert page.count("<figure>") >= 4 and "<td>wide</td>" in page
+    for name in ("choices-differences", "choices-eagle3-1-first", "choices-random-1-first"):
+        assert (choices / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_choices_go_on_and_refuse_another_recipe(choices, folder, monkeypatch, capsys):
+    import modelopt_eagle.training
+
+    monkeypatch.setattr(modelopt_eagle.training, "train", lambda recipe: pytest.fail("it was trained already"))
+    gone, text = choices / "lk-seed1/answers-chain-3-t1.json", (choices / "choices.md").read_text()
+    before = gone.read_text()
+    gone.unlink()
+    given = command(folder, heads=("--choices", "lk", "wide"))
+    assert CHOICES["main"](given) == 0
+    assert gone.read_text() == before and (choices / "choices.md").read_text() == text
+    assert CHOICES["main"]([*given, "eagle.loss_decay=2"]) == 2
+    assert CHOICES["main"]([*given[:4], "--minutes", "0", *given[8:]]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_every_choice_changes_the_quick_start_as_it_says(tmp_path):
+    arguments = CHOICES["build_parser"]().parse_args(["--output", str(tmp_path)])
+    table, plain = CHOICES["CHOICES"], tmp_path / "plain.yaml"
+    for name, choice in table.items():
+        recipe = equal_minutes.recipe_of(choice.contestant, name, 0, arguments)
+        if name == "eagle3":
+            dump_resolved(recipe, plain)
+            drafter = equal_minutes.recipe_of(SCRIPT["DRAFTERS"][name], name, 0, arguments)
+            assert same_recipe(drafter, plain) == []
+        assert {text.split("=")[0] for text in choice.overrides} == {*same_recipe(recipe, plain)}, name
+        assert CHOICES["with_bases"]([name])[0] == "eagle3" and choice.against in CHOICES["with_bases"]([name])
+    assert CHOICES["readings_of"]("eagle3", ["eagle3", "lk", "ttt5"]) == [((3,), 0.0), ((3,), 1.0), ((5,), 0.0)]
+
+
+def test_a_learning_curve_pools_the_seeds_over_minutes():
+    def state(*points):
+        return {"history": [{"elapsed": at, "accuracy": [a, b], "per_step": [1.0, c]} for at, a, b, c in points]}
+
+    states = [state((60, 0.1, 0, 0), (600, 0.3, 0.2, 1)), state((66, 0.2, 0, 0), (1200, 0.5, 0.4, 1))]
+    minutes, shares = CHOICES["learning_curve"](states, 0)
+    assert minutes == pytest.approx([1.05, 10, 20]) and shares == pytest.approx([0.15, 0.3, 0.5])
+    minutes, shares = CHOICES["learning_curve"](states, 1)  # without what was not trained yet
+    assert minutes == pytest.approx([10, 20]) and shares == pytest.approx([0.2, 0.4])
