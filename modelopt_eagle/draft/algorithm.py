@@ -208,8 +208,8 @@ class Algorithm:
             an exported folder is compared by.
         structure: key of the recipe's section ``eagle`` to the field of the configuration that it fixes; a head that
             is continued must agree with those that the recipe gives.
-        from_target: ``(module, loaded target)``: start from the target's own weights (``eagle.init: target``), if the
-            head can.
+        from_target: ``(module, target)``: start from the target's own weights (``eagle.init: target``), if the head
+            can. The target is loaded, or its tables with ``layers`` that are read when asked for.
         default_layers: number of the target's layers to the ids of those that a head reads by default.
         layout: of the exported folder; ``None``: the universal checkpoint of EAGLE-3.
         cost: configuration to the cost of training it.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,58 @@ from modelopt_eagle.target.vision import VisionProcessor, vision_of
 _DTYPES = {**MODEL_DTYPES, "auto": None}
 
 
+class LayerFiles(Sequence[nn.Module]):
+    """The decoder layers of a target, each read from its safetensors when it is asked for, and kept by nobody.
+
+    The modules are frozen, on the CPU, and hold what the files hold; they are there to be copied from, not to be run.
+
+    Args:
+        empty: the layers without memory, as the model's class builds them.
+        place, revision: of the checkpoint.
+        prefix: of the first layer's keys, without its number, such as ``model.layers.``.
+        dtype: of their weights.
+    """
+
+    def __init__(
+        self, empty: Sequence[nn.Module], place: Path | str, revision: str | None, prefix: str,
+        dtype: torch.dtype,
+    ):  # fmt: skip
+        self._empty, self._place, self._revision = empty, place, revision
+        self._prefix, self._dtype = prefix, dtype
+
+    def __len__(self) -> int:
+        return len(self._empty)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[nn.Module]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module]:
+        """A layer, or those of a slice.
+
+        Raises:
+            TargetError: the files lack a tensor of it under the name that the model's class gives it, or hold it
+                quantised or of another size.
+        """
+        numbers = range(len(self))[index]
+        if isinstance(numbers, int):
+            return self._read(CheckpointFiles(self._place, self._revision), numbers)
+        files = CheckpointFiles(self._place, self._revision)
+        return [self._read(files, number) for number in numbers]
+
+    def _read(self, files: CheckpointFiles, number: int) -> nn.Module:
+        layer = copy.deepcopy(self._empty[number]).to_empty(device="cpu").to(self._dtype)
+        for key, own in layer.state_dict().items():
+            stored = files.tensor(f"{self._prefix}{number}.{key}")
+            if stored.shape != own.shape:
+                raise TargetError(
+                    f"{self._place}: {self._prefix}{number}.{key} is {list(stored.shape)} in the files, "
+                    f"{list(own.shape)} in the model"
+                )
+            own.copy_(stored)
+        return layer.eval().requires_grad_(False)
+
+
 @dataclass(frozen=True)
 class TargetTables:
     """What training from stored features needs of a target.
@@ -38,6 +92,7 @@ class TargetTables:
         revision: commit hash on the hub, or a fingerprint of the local content.
         end_token_ids: the ids that end an answer, ascending; see :mod:`modelopt_eagle.target.stops`.
         vision: the ``VisionProcessor`` of a vision-language model, to read rows with images.
+        layers: the decoder layers, each read from the files when it is asked for.
     """
 
     embedding_weight: Tensor
@@ -49,6 +104,7 @@ class TargetTables:
     revision: str
     end_token_ids: tuple[int, ...]
     vision: VisionProcessor | None = None
+    layers: Sequence[nn.Module] = ()
 
     @property
     def hidden_size(self) -> int:
@@ -87,7 +143,7 @@ def load_target_tables(
     trust_remote_code: bool = False,
     chat_template: str | Path | None = None,
 ) -> TargetTables:
-    """Read embedding, final norm and output head of a target, and nothing else of its weights.
+    """Read embedding, final norm and output head of a target, and nothing else of its weights before it is asked for.
 
     The structure comes from the config (the model is built without memory); its tables are then looked for in the
     checkpoint under the one prefix that also holds the text model's last layer and final norm, so that keys nested in
@@ -137,6 +193,7 @@ def load_target_tables(
         content_revision(place, revision),
         find_end_token_ids(tokenizer, read_generation_config(place, revision), config, text_config),
         vision_of(tokenizer, place, config, revision, trust_remote_code),
+        LayerFiles(parts.layers, place, revision, f"{prefix}{_leaf(parts, 'layers')}.", kind),
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from modelopt_eagle.data.vocab import coverage_of, load_draft_vocab, required_ids
 from modelopt_eagle.draft import DraftConfig, DraftVocab
 from modelopt_eagle.draft.algorithm import algorithm_of, find_algorithm, random_module
 from modelopt_eagle.draft.base import DraftModule
-from modelopt_eagle.errors import CheckpointError, RecipeError
+from modelopt_eagle.errors import CheckpointError, RecipeError, TargetError
 from modelopt_eagle.export.fitting import with_vocabulary, without_copy
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target import RunningTarget, TableTarget, TargetIdentity
@@ -17,18 +20,15 @@ from modelopt_eagle.training.data import RunData
 from modelopt_eagle.training.teacher_mass import teacher_mass
 
 
-def new_head(
-    recipe: Recipe, tables: TableTarget, data: RunData, aux_layer_ids, target: RunningTarget | None
-) -> tuple[DraftModule, str]:
+def new_head(recipe: Recipe, tables: TableTarget, data: RunData, aux_layer_ids) -> tuple[DraftModule, str]:
     """A head for a target, with its vocabulary and starting weights, and a line about its vocabulary.
 
     Args:
         tables: a ``Target`` or ``TargetTables``.
         data: gives the token counts and the longest row.
-        target: the loaded target, or ``None`` in offline training.
 
     Raises:
-        RecipeError: ``eagle.init: target`` without a loaded target, or for a target of another build.
+        RecipeError: ``eagle.init: target`` for a target of another build, or one whose last layer cannot be read.
         CheckpointError: sizes that contradict each other, a draft vocabulary larger than the target's.
     """
     vocab, line = choose_vocabulary(recipe, tables, data)
@@ -37,16 +37,32 @@ def new_head(
     algorithm_of(config).complete(config, recipe, tables, data.counts)
     module = random_module(config, vocab, recipe.training.seed)
     if recipe.eagle.init == "target":
-        if target is None:
-            raise RecipeError(
-                "eagle.init: target copies the target's last layer, and offline training reads only its tables: set "
-                "eagle.init: random"
-            )
         start = algorithm_of(config).from_target
         if start is not None:  # check_drafter has refused drafters without
-            with whole_layers(target.layers[-config.num_hidden_layers :]):
-                start(module, target)
+            start_from(tables, module, start)
     return module, line
+
+
+def start_from(tables: TableTarget, module: DraftModule, start: Callable[[Any, Any], None]) -> None:
+    """Let a drafter start a head from a target's weights: of the loaded model, or of its last layers' files.
+
+    Raises:
+        RecipeError: the layers are not built like the head's, or their files cannot be read.
+    """
+    layers, count = getattr(tables, "layers", ()), module.config.num_hidden_layers
+    if len(layers) < count:
+        raise RecipeError(
+            f"eagle.init: target copies the last {count} of the target's layers, and {tables.name} has {len(layers)}: "
+            "set eagle.init: random"
+        )
+    try:
+        with whole_layers(layers[-count:] if isinstance(tables, RunningTarget) else ()):
+            start(module, tables)
+    except TargetError as error:
+        raise RecipeError(
+            f"eagle.init: target reads the target's last layer from its files, which failed: {error}: set eagle.init: "
+            "random"
+        ) from error
 
 
 def head_config(recipe: Recipe, tables: TableTarget, size: int | None, aux_layer_ids) -> DraftConfig:

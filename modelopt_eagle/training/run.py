@@ -213,7 +213,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     else:
         data = from_target(recipe, target, ids, accelerator, say, given, budget, memory)
     if head is None:
-        head, vocabulary = new_head(recipe, target, data, ids, None if offline else target)
+        head, vocabulary = new_head(recipe, target, data, ids)
     else:
         vocabulary = check_coverage(
             recipe, data, head.vocab, f"the {head.config.draft_vocab_size} tokens of {recipe.model.draft_init}, kept"

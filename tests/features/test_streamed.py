@@ -83,7 +83,7 @@ def test_streamed_batches_and_losses_equal_online_ones(fleet, served, dataset, o
 def test_a_streamed_run_equals_an_online_run(fleet, served_dir, conversations, tmp_path, monkeypatch):
     """The whole trainer, loss by loss."""
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    options = ("training.epochs=2", "training.log_steps=1", f"eagle.aux_layer_ids=[{LAYERS}]")
+    options = ("training.epochs=2", "training.log_steps=1", f"eagle.aux_layer_ids=[{LAYERS}]", "eagle.init=target")
     urls = ",".join(server.url for server in fleet.up(2))
     results = [
         train(small_recipe(served_dir, conversations, tmp_path / name, *options, *more))

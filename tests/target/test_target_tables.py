@@ -22,6 +22,16 @@ def assert_same_tables(tables, target):
     assert not any(p.requires_grad for p in tables.final_norm.parameters())
 
 
+def assert_same_layers(tables, target, count=2):
+    """The last layers, read from the files when they are asked for, hold what the loaded ones hold."""
+    assert len(tables.layers) == target.num_layers
+    for read, loaded in zip(tables.layers[-count:], target.layers[-count:], strict=True):
+        theirs = loaded.state_dict()
+        assert read.state_dict().keys() == theirs.keys() and type(read) is type(loaded)
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in read.state_dict().items())
+        assert not any(p.requires_grad for p in read.parameters())
+
+
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_single_or_sharded_tied_or_untied(tmp_path, tie, sharded):
@@ -31,6 +41,7 @@ def test_single_or_sharded_tied_or_untied(tmp_path, tie, sharded):
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     tables = load_target_tables(tmp_path)
     assert_same_tables(tables, target)
+    assert_same_layers(tables, target)
     assert (tables.head.weight.data_ptr() == tables.embedding_weight.data_ptr()) == tie
     assert tables.identity() == load_target(tmp_path).identity()
 
@@ -46,7 +57,25 @@ def test_every_family(family, tmp_path):
 def test_dtype(tiny_target_dir):
     tables = load_target_tables(tiny_target_dir, dtype="bfloat16")
     kinds = {tables.embedding_weight.dtype, tables.final_norm.weight.dtype, tables.head.weight.dtype}
+    kinds |= {tensor.dtype for tensor in tables.layers[-1].parameters()}
     assert kinds == {torch.bfloat16}
+
+
+def test_a_layer_that_is_not_in_the_files_is_named(tmp_path):
+    make_tiny_target(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    last = max(int(key.split(".")[2]) for key in tensors if ".layers." in key)
+    name = f"model.layers.{last}.mlp.up_proj.weight"
+    for wrong, says in (
+        (None, f"expected a tensor {name}, found none"),
+        (tensors[name][1:], f"{name} is .* in the files"),
+    ):
+        others = {key: value for key, value in tensors.items() if key != name}
+        save_file(others | ({} if wrong is None else {name: wrong}), tmp_path / "model.safetensors", {"format": "pt"})
+        tables = load_target_tables(tmp_path)
+        assert tables.layers[0] is not None
+        with pytest.raises(TargetError, match=says):
+            tables.layers[last]
 
 
 def save_wrapper(folder, rename, extra=()):

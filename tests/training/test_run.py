@@ -1,6 +1,7 @@
 """Putting a run together: rows held out, heads continued, stores, starting weights, bad input."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from modelopt_eagle.draft.algorithm import random_module
 from modelopt_eagle.draft.eagle3.initialise import norm_weight, start_from_target
 from modelopt_eagle.errors import CheckpointError, DataError, FeatureError, RecipeError, TrainingError
 from modelopt_eagle.features.dump import TargetBackEnd, dump
+from modelopt_eagle.target import load_target_tables
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.data import held_out_rows
@@ -70,13 +72,10 @@ def test_several_evaluation_files_get_a_number_each(tiny_target_dir, tmp_path, c
 def test_offline_training_equals_online(tiny_target, tiny_target_dir, data, tmp_path):
     rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048).rows
     dump(TargetBackEnd(tiny_target), rows, tmp_path / "store", dtype="float32")
-    online = train(small_recipe(tiny_target_dir, data, tmp_path / "online", "training.log_steps=1"))
-    offline = train(
-        small_recipe(
-            tiny_target_dir, data, tmp_path / "offline", "training.log_steps=1",
-            f"data.offline_data_path={tmp_path / 'store'}",
-        )
-    )  # fmt: skip
+    options = ("training.log_steps=1", "eagle.init=target")  # read from the target's files where it is not loaded
+    online = train(small_recipe(tiny_target_dir, data, tmp_path / "online", *options))
+    store = f"data.offline_data_path={tmp_path / 'store'}"
+    offline = train(small_recipe(tiny_target_dir, data, tmp_path / "offline", store, *options))
     assert online.steps == offline.steps == 6
     for a, b in zip(online.history, offline.history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
@@ -84,6 +83,21 @@ def test_offline_training_equals_online(tiny_target, tiny_target_dir, data, tmp_
         load_file(online.last_checkpoint / "model.safetensors")["d2t"],
         load_file(offline.last_checkpoint / "model.safetensors")["d2t"],
     )
+
+
+def test_a_start_from_layers_that_are_not_there_is_refused(tiny_target, tiny_target_dir, data, tmp_path):
+    rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048).rows
+    dump(TargetBackEnd(tiny_target), rows, tmp_path / "store", dtype="float32")
+    options = (f"data.offline_data_path={tmp_path / 'store'}", "eagle.init=target", *SHORT)
+    recipe, tables = (
+        small_recipe(tiny_target_dir, data, tmp_path / "run", *options),
+        load_target_tables(tiny_target_dir),
+    )
+    with pytest.raises(RecipeError, match="copies the last 1 of the target's layers, and .* has 0: set eagle.init"):
+        train(recipe, target=replace(tables, layers=()))
+    tables.layers._prefix = "elsewhere."
+    with pytest.raises(RecipeError, match=r"reads the target's last layer from its files.*elsewhere\.7\.self_attn"):
+        train(recipe, target=tables)
 
 
 def test_offline_rows_keep_to_the_window_and_the_number_asked_for(tiny_target, tiny_target_dir, data, tmp_path):

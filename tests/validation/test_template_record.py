@@ -16,7 +16,7 @@ from modelopt_eagle.training.head import new_head
 def head(target):
     recipe = load_recipe(None, ["eagle.draft_vocab_size=null"])
     data = SimpleNamespace(counts=0 * target.embedding.weight[:, 0].long(), train=SimpleNamespace(lengths=[7]))
-    return new_head(recipe, target, data, target.default_aux_layer_ids(), target)[0]
+    return new_head(recipe, target, data, target.default_aux_layer_ids())[0]
 
 
 def test_another_template_is_said(target, head, tmp_path, capsys):
