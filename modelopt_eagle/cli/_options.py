@@ -38,6 +38,22 @@ def output_file(text: str) -> Path:
     return path
 
 
+def add_prompt_options(parser: argparse.ArgumentParser, num_samples: int, max_new_tokens: int) -> None:
+    """Add which prompts are answered, how many of them and how long an answer may be.
+
+    Args:
+        parser: of the command.
+        num_samples, max_new_tokens: its defaults.
+    """
+    parser.add_argument("--prompts", default="quickstart", help="prompts to answer, a .jsonl; default: the 80 shipped")
+    parser.add_argument(
+        "--num_samples", type=int, default=num_samples, help=f"take this many, spread evenly (default {num_samples})"
+    )
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=max_new_tokens, help=f"length of an answer (default {max_new_tokens})"
+    )
+
+
 def begin(recipe: Recipe, arguments: argparse.Namespace) -> None:
     """Say at once what is about to happen, before anything large is imported; with ``--quiet`` only what goes wrong."""
     handler = line_handler()

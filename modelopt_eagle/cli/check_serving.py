@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from modelopt_eagle.cli._options import output_file
+from modelopt_eagle.cli._options import add_prompt_options, output_file
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
 from modelopt_eagle.recipe.command_line import add_target_options
@@ -48,9 +48,7 @@ def build_parser() -> CommandParser:
         type=Path,
         help="for llama.cpp, the target as a float32 GGUF file; default: written from a GGUF target or a plain Llama",
     )
-    parser.add_argument("--prompts", default="quickstart", help="prompts to decode, a .jsonl; default: the 80 shipped")
-    parser.add_argument("--num_samples", type=int, default=24, help="take this many, spread evenly (default 24)")
-    parser.add_argument("--max_new_tokens", type=int, default=96, help="length of an answer (default 96)")
+    add_prompt_options(parser, num_samples=24, max_new_tokens=96)
     parser.add_argument("--num_speculative_tokens", type=int, default=3, help="drafted tokens (default 3)")
     parser.add_argument("--batch_size", type=int, default=8, help="requests decoded together (default 8)")
     parser.add_argument(

@@ -14,7 +14,7 @@ ANOTHER_IS_BETTER = 1
 
 def build_parser() -> CommandParser:
     """The options."""
-    from modelopt_eagle.cli._options import output_file
+    from modelopt_eagle.cli._options import add_prompt_options, output_file
     from modelopt_eagle.cli._reading import add_reading_options
     from modelopt_eagle.recipe.command_line import add_target_options
 
@@ -31,9 +31,7 @@ def build_parser() -> CommandParser:
         "--base-model",
         help="target: hub id, local folder, GGUF file, quickstart; default: the head's own",
     )
-    parser.add_argument("--prompts", default="quickstart", help="prompts to answer, a .jsonl; default: the 80 shipped")
-    parser.add_argument("--num_samples", type=int, default=8, help="take this many, spread evenly (default 8)")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="length of an answer (default 64)")
+    add_prompt_options(parser, num_samples=8, max_new_tokens=64)
     parser.add_argument("--num_steps", type=int, default=3, help="drafted tokens (default 3)")
     parser.add_argument("--json", type=output_file, help="write every number there")
     add_target_options(parser, dtype="float32", device="cpu")

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from modelopt_eagle.cli._options import add_prompt_options
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.errors import ExportError
 
@@ -38,9 +39,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--calib_samples", type=int, default=32, help="rows to calibrate on (default 32)")
     parser.add_argument("--calib_length", type=int, default=512, help="tokens of a row at most (default 512)")
     parser.add_argument("--steps", type=int, default=3, help="drafted tokens, in calibration and measuring (default 3)")
-    parser.add_argument("--prompts", default="quickstart", help="prompts for the acceptance; default: the 80 shipped")
-    parser.add_argument("--num_samples", type=int, default=16, help="prompts used (default 16)")
-    parser.add_argument("--max_new_tokens", type=int, default=96, help="tokens of an answer (default 96)")
+    add_prompt_options(parser, num_samples=16, max_new_tokens=96)
     parser.add_argument(
         "--max_drop", type=float, default=0.02, help="largest loss of acceptance length that is exported (default 0.02)"
     )

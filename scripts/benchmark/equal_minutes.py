@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from modelopt_eagle.cli._options import add_prompt_options
 from modelopt_eagle.common.acceptance import pooled_length
 from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.errors import EagleError, RecipeError
@@ -65,9 +66,7 @@ def make_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a training each (default 0 1 2)")
     parser.add_argument("--base_model", default="quickstart", help="the target (default quickstart)")
     parser.add_argument("--data", nargs="+", default=["quickstart"], help="text to train on (default quickstart)")
-    parser.add_argument("--prompts", default="quickstart", help="questions to answer (default: the 80 shipped)")
-    parser.add_argument("--num_samples", type=int, default=24, help="of them, spread evenly (default 24)")
-    parser.add_argument("--max_new_tokens", type=int, default=96, help="of an answer (default 96)")
+    add_prompt_options(parser, num_samples=24, max_new_tokens=96)
     parser.add_argument("--turns", type=int, default=2, help="asked of each prompt (default 2)")
     parser.add_argument("--speedup_prompts", type=int, default=6, help="timed against plain decoding (default 6)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="recipe options for all heads alike")
