@@ -8,7 +8,8 @@ with longer chains or with answers and drafts drawn at temperature 1; what it is
 
 Written into the output folder: ``choices.md`` and ``choices.json`` (acceptance lengths, and the difference to the
 other head, paired by prompt over all seeds, both with 95 % intervals), ``choices.html`` and its plots as PNG
-(differences, and the learning curves over each other, all seeds of a choice pooled).
+(differences, and the learning curves over each other, all seeds of a choice pooled). They are written after each seed,
+of the seeds that are finished.
 
 What the minutes are, and how the same command goes on where an earlier one ended: see ``equal_minutes.py``. The folder
 of ``drafters.py`` can be given: its ``eagle3`` heads are taken as they are.
@@ -270,6 +271,30 @@ def draw(rows: Sequence[dict[str, Any]], found: dict[str, Any], names: Sequence[
     return drawn
 
 
+def write(
+    found: dict[str, Any], names: Sequence[str], seeds: Sequence[int], settings: dict[str, Any], output: Path
+) -> str:
+    """Write table and page of the seeds that are finished.
+
+    Returns:
+        the table, and where the page is.
+
+    Raises:
+        MissingExtraError: the page needs matplotlib or jinja2; the table is written before.
+    """
+    from modelopt_eagle.report import write_sheet
+
+    rows = compare(found, names, seeds)
+    commits = equal_minutes.commits_of([part for parts in found["answers"].values() for part in parts.values()])
+    told = notes(rows, settings, seeds, commits)
+    data = {"settings": settings, "seeds": seeds, "commits": commits, "rows": rows}
+    write_whole(output / "choices.json", json.dumps(data, indent=1) + "\n")
+    write_whole(output / "choices.md", page(rows, told))
+    texts = [cells(row) for row in rows]
+    sheet = write_sheet(output / "choices.html", "Choices", told, HEADINGS, texts, draw(rows, found, names))
+    return f"{page(rows, told)}\nwrote {sheet}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison, or go on with it; returns the exit code."""
     return equal_minutes.begin(run, build_parser().parse_args(argv))
@@ -301,17 +326,8 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.output / f"speeds-seed{seed}-{CHOICES[name].against}-{name}.json",
                 lambda pairs=pairs: equal_minutes.speeds_of(pairs, target, arguments),
             )
-    rows = compare(found, names, arguments.seeds)
-    commits = equal_minutes.commits_of([part for parts in found["answers"].values() for part in parts.values()])
-    told = notes(rows, settings, arguments.seeds, commits)
-    data = {"settings": settings, "seeds": arguments.seeds, "commits": commits, "rows": rows}
-    write_whole(arguments.output / "choices.json", json.dumps(data, indent=1) + "\n")
-    write_whole(arguments.output / "choices.md", page(rows, told))
-    print(page(rows, told))
-    from modelopt_eagle.report import write_sheet
-
-    drawn, texts = draw(rows, found, names), [cells(row) for row in rows]
-    print(f"wrote {write_sheet(arguments.output / 'choices.html', 'Choices', told, HEADINGS, texts, drawn)}")
+        seeds = arguments.seeds[: arguments.seeds.index(seed) + 1]
+        print(write(found, names, seeds, settings, arguments.output))
     return 0
 
 
