@@ -193,7 +193,7 @@ def load_target_tables(
         content_revision(place, revision),
         find_end_token_ids(tokenizer, read_generation_config(place, revision), config, text_config),
         vision_of(tokenizer, place, config, revision, trust_remote_code),
-        LayerFiles(parts.layers, place, revision, f"{prefix}{_leaf(parts, 'layers')}.", kind),
+        LayerFiles(tuple(parts.layers), place, revision, f"{prefix}{_leaf(parts, 'layers')}.", kind),
     )
 
 
