@@ -14,6 +14,7 @@ from modelopt_eagle.draft.eagle3.initialise import norm_weight, start_from_targe
 from modelopt_eagle.errors import CheckpointError, DataError, FeatureError, RecipeError, TrainingError
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.target import load_target_tables
+from modelopt_eagle.target.tables import LayerFiles
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import train
 from modelopt_eagle.training.data import held_out_rows
@@ -85,7 +86,7 @@ def test_offline_training_equals_online(tiny_target, tiny_target_dir, data, tmp_
     )
 
 
-def test_a_start_from_layers_that_are_not_there_is_refused(tiny_target, tiny_target_dir, data, tmp_path):
+def test_a_start_from_layers_that_are_not_there_is_refused(tiny_target, tiny_target_dir, data, tmp_path, monkeypatch):
     rows = prepare_dataset(tiny_target.tokenizer, data, max_length=2048).rows
     dump(TargetBackEnd(tiny_target), rows, tmp_path / "store", dtype="float32")
     options = (f"data.offline_data_path={tmp_path / 'store'}", "eagle.init=target", *SHORT)
@@ -93,11 +94,15 @@ def test_a_start_from_layers_that_are_not_there_is_refused(tiny_target, tiny_tar
         small_recipe(tiny_target_dir, data, tmp_path / "run", *options),
         load_target_tables(tiny_target_dir),
     )
-    with pytest.raises(RecipeError, match="copies the last 1 of the target's layers, and .* has 0: set eagle.init"):
-        train(recipe, target=replace(tables, layers=()))
-    tables.layers._prefix = "elsewhere."
-    with pytest.raises(RecipeError, match=r"reads the target's last layer from its files.*elsewhere\.7\.self_attn"):
-        train(recipe, target=tables)
+    elsewhere = LayerFiles(tables.layers[-8:], tiny_target_dir, None, "elsewhere.", torch.float32)
+    for layers, says in (
+        ((), "copies the last 1 of the target's layers, and .* has 0: set eagle.init: random"),
+        (elsewhere, r"reads the target's last layer from its files.*elsewhere\.7\.self_attn.*set eagle.init: random"),
+    ):
+        given = replace(tables, layers=layers)
+        monkeypatch.setattr("modelopt_eagle.training.run.load_target_tables", lambda given=given, **_: given)
+        with pytest.raises(RecipeError, match=says):
+            train(recipe)
 
 
 def test_offline_rows_keep_to_the_window_and_the_number_asked_for(tiny_target, tiny_target_dir, data, tmp_path):
