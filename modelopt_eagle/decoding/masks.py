@@ -13,6 +13,11 @@ from modelopt_eagle.errors import DecodingError
 
 STATES, BOTH, NONE = ("linear_attention", "conv"), ("hybrid",), ("moe", "mlp", "dummy")
 """Layers with a recurrent state, with one beside attention, and with neither (``recurrent.py``)."""
+_NOT_READ = {
+    "indexed_attention": "sparse attention, whose tokens read the keys that an index of their own chooses",
+    "hybrid_sliding": "a recurrent state beside a window of attention",
+}
+"""Why layers that transformers knows by name are none of ours."""
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -26,7 +31,7 @@ def attention_kinds(config) -> dict[str, int | None]:
         ``{"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}``, those that occur.
 
     Raises:
-        DecodingError: a layer keeps another kind of state than keys and values of each token.
+        DecodingError: a layer keeps more than keys and values of each token, or something else.
     """
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
@@ -40,9 +45,10 @@ def attention_kinds(config) -> dict[str, int | None]:
         return {"full_attention": None}  # recurrent layers only
     unknown = sorted(set(types) - set(_KINDS))
     if unknown:
+        named = ", ".join(f"{kind} ({why})" if (why := _NOT_READ.get(kind)) else kind for kind in unknown)
         raise DecodingError(
-            f"layers of type {', '.join(unknown)} keep no key and value a token, so drafts cannot be taken back: "
-            f"the target may have {', '.join((*_KINDS, *STATES, *BOTH))} only"
+            f"layers of type {named} are not among those that drafts are verified with here: "
+            f"{', '.join((*_KINDS, *STATES, *BOTH))}. A head for it can be trained and exported unmeasured"
         )
     sizes = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
     return {kind: sizes[kind] for kind in _KINDS if kind in types}

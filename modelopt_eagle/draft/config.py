@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 1024
 """Layers beyond any head's: a config that names more is damaged, and building them would fill the memory."""
+PER_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Sizes that some targets have one of for each layer; a head takes the last layer's."""
 LARGEST_SIZE = 2**24
 """A width and a vocabulary beyond any target's; maps and rotary tables are as long as they."""
 
@@ -157,13 +159,14 @@ class DraftConfig:
             **overrides: any field of this class.
 
         Raises:
-            TargetError: sizes missing, too few layers for the default ids, ids out of range.
+            TargetError: sizes missing, too few layers for the default ids, ids out of range, heads that do not divide.
         """
         text = target_config.get_text_config() if hasattr(target_config, "get_text_config") else target_config
 
         def read(name: str, default=None):
             value = getattr(text, name, None)
-            return default if value is None else value
+            value = default if value is None else value
+            return value[-1] if isinstance(value, (list, tuple)) and name in PER_LAYER else value
 
         needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         missing = [name for name in needed if read(name) is None]
@@ -174,7 +177,7 @@ class DraftConfig:
             aux_layer_ids, num_layers)  # fmt: skip
         target_hidden = int(text.hidden_size)
         hidden = int(overrides.get("hidden_size") or target_hidden)
-        heads = int(overrides.get("num_attention_heads") or text.num_attention_heads)
+        heads = int(overrides.get("num_attention_heads") or read("num_attention_heads"))
         theta, scaling = rope_of(text)
         values: dict[str, Any] = dict(
             hidden_size=hidden,
@@ -182,7 +185,7 @@ class DraftConfig:
             intermediate_size=int(read("intermediate_size", 4 * hidden)),
             num_attention_heads=heads,
             num_key_value_heads=int(read("num_key_value_heads", heads)),
-            head_dim=int(read("head_dim", target_hidden // int(text.num_attention_heads))),
+            head_dim=int(read("head_dim", target_hidden // int(read("num_attention_heads")))),
             rms_norm_eps=float(read("rms_norm_eps", 1e-5)),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -201,8 +204,15 @@ class DraftConfig:
             if not decoder.shares_keys:
                 values["num_key_value_heads"] = heads
         values.update({name: value for name, value in overrides.items() if value is not None})
-        if values["num_attention_heads"] % values["num_key_value_heads"]:
-            values["num_key_value_heads"] = values["num_attention_heads"]
+        kv_heads = values["num_key_value_heads"]
+        if heads % kv_heads:
+            if overrides.get("num_attention_heads") or overrides.get("num_key_value_heads"):
+                raise TargetError(
+                    f"{heads} attention heads are no multiple of {kv_heads} heads of keys and values (what the recipe "
+                    "leaves out is the target's): set eagle.num_attention_heads and eagle.num_key_value_heads so that "
+                    "the one is a multiple of the other"
+                )
+            values["num_key_value_heads"] = heads
         return cls.from_dict(values)
 
     def describe(self) -> str:

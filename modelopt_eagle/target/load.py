@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from modelopt_eagle.common.console import line_handler
+from modelopt_eagle.common.console import line_handler, say
 from modelopt_eagle.common.dtypes import MODEL_DTYPES
 from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.common.text import first_line
@@ -48,7 +48,8 @@ def load_target(
         device: where the model goes, such as "cpu" or "cuda:0"; "auto" spreads it over the accelerators (needs
             accelerate) and is "cpu" where there is none.
         revision: branch, tag or commit on the hub.
-        attn_implementation: of transformers: "sdpa", "eager", "flash_attention_2".
+        attn_implementation: of transformers: "sdpa", "eager", "flash_attention_2". A model that has no sdpa runs eager,
+            which is said in a line.
         trust_remote_code: run model code from the checkpoint.
         chat_template: replaces the tokenizer's: a Jinja template, or a file that holds one.
         shards: split the target over these processes, all of which call this; ``device`` is this process's own.
@@ -58,7 +59,8 @@ def load_target(
 
     Raises:
         TargetError: nothing there, incomplete, quantised and to be split, not a causal language model (by its class, or
-            because its states change with later tokens), or of an unknown type.
+            because its states change with later tokens), of an unknown type, or without something that a head needs,
+            see :meth:`~modelopt_eagle.target.model.Target.check_usable`.
     """
     if dtype not in _DTYPES:
         raise TargetError(f"expected a dtype of {', '.join(_DTYPES)}; found {dtype!r}")
@@ -70,7 +72,7 @@ def load_target(
         "config": config,
         "dtype": _DTYPES[dtype],
         "revision": revision or "main",
-        "attn_implementation": attn_implementation,
+        "attn_implementation": asked_attention(attn_implementation),
         "trust_remote_code": trust_remote_code,
         "ignore_mismatched_sizes": True,  # not ignored: _check_loading names the tensors
     }
@@ -99,8 +101,15 @@ def load_target(
         vision=vision_of(tokenizer, place, config, revision, trust_remote_code),
         shards=shards,
     )
-    target.check_causal()
+    if attn_implementation == "sdpa" and getattr(target.config, "_attn_implementation", None) == "eager":
+        say(f"target: {type(model).__name__} has no attention by SDPA in this transformers: it runs eager")
+    target.check_usable()
     return target
+
+
+def asked_attention(name: str) -> str | None:
+    """What transformers is asked for: ``None``, which takes sdpa where a model has it and else eager, for sdpa."""
+    return None if name == "sdpa" else name
 
 
 def _read_weights(model_class, name, place: Path | str, arguments: dict[str, Any]):

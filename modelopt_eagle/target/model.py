@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from modelopt_eagle.common.dtypes import logit_tolerance
 from modelopt_eagle.common.layers import check_layer_ids, default_layer_ids
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import identity
 from modelopt_eagle.target.capture import LayerCapture
@@ -95,7 +96,7 @@ class Target:
         self.vocab_size = self.lm_head_weight.shape[0]
         self.shards = shards
         self.lockstep = None if shards is None else Lockstep(self.parts.backbone, shards, self.device)
-        self._final_checked = False
+        self._final_checked = self._usable = False
 
     def __repr__(self) -> str:
         return f"Target({self.name!r}, {self.num_layers} layers of {self.hidden_size}, {self.vocab_size} tokens)"
@@ -245,36 +246,68 @@ class Target:
             f"{self.head.cap}. A model that changes its logits in another way after its head is not supported."
         )
 
+    def check_usable(self) -> None:
+        """Run a few tokens once, when the target is loaded, and hold what a draft head needs of it against them.
+
+        Raises:
+            TargetError: the model's code fails, a layer has no residual stream of the model's width, a state is no
+                number, or it changes with later tokens.
+        """
+        if self._usable:
+            return
+        try:
+            self.check_causal()
+        except torch.OutOfMemoryError:
+            raise
+        except TargetError as error:
+            named = str(error) if str(error).startswith(self.name) else f"{self.name}: {error}"
+            raise TargetError(named) from error
+        except Exception as error:  # code of any model; each kind means the same here
+            raise TargetError(
+                f"{self.name}: {type(self.model).__name__} cannot be run on a few tokens: {type(error).__name__}: "
+                f"{first_line(error)}; check that its configuration belongs to this version of transformers"
+            ) from error
+        self._usable = True
+
     def check_causal(self, length: int = 12) -> None:
-        """Hold the states of a text against those of the same text with another end.
+        """Hold the states of a text against those of the same text with other ends, from every token on.
 
         A draft head is trained at every position of a whole text and served at the end of a growing one, so no state
         may depend on a later token. Prefix language models, encoders in disguise and wrappers with a bidirectional mask
         do, and everything else about them looks as it should.
 
         Args:
-            length: tokens of the text.
+            length: S tokens of the text; S rows of them are run in one pass.
 
         Raises:
-            TargetError: a state that a later token changes, with its layer.
+            TargetError: a state that is no number, or that a later token changes, with its layer.
         """
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocab_size, (1, length), generator=generator)  # [1,S]
-        other, kept = ids.clone(), length // 2
-        other[:, kept:] = torch.randint(0, self.vocab_size, (1, length - kept), generator=generator)
+        text, other = torch.randint(0, self.vocab_size, (2, 1, length), generator=generator)  # [1,S] each
+        place, begin = torch.arange(length), torch.arange(length)[:, None]  # [S], [S,1]
+        ids = torch.where((place >= begin) & (begin > 0), other, text)  # [S,S] row 0 is the text, row r changes from r
+        kept = (place < begin).to(self.device)  # [S,S] what must be as in the text
         layers = list(range(self.num_layers))
-        one, two = (self.features(x, None, layers) for x in (ids, other))
-        states = [*zip(one.aux_hidden.chunk(len(layers), -1), two.aux_hidden.chunk(len(layers), -1), strict=True),
-                  (one.final_hidden, two.final_hidden)]  # fmt: skip
-        for layer, (a, b) in enumerate(states):
-            a, b = a[:, :kept].float(), b[:, :kept].float()  # [1,S/2,Ht]
-            difference, size = float((a - b).abs().max()), float(a.abs().max())
-            if not difference <= (1e-4 if self.lm_head_weight.dtype == torch.float32 else 5e-2) * size:
-                where = f"layer {layer}" if layer < len(layers) else "the final norm"
+        found = self.features(ids, None, layers)
+        for layer, states in enumerate([*found.aux_hidden.chunk(len(layers), -1), found.final_hidden]):
+            states = states.float()  # [S,S,Ht]
+            where = f"layer {layer}" if layer < len(layers) else "the final norm"
+            if not bool(torch.isfinite(states).all()):
                 raise TargetError(
-                    f"{self.name} is not causal: the output of {where} at the first {kept} tokens changes by "
-                    f"{difference:.3g} (of {size:.3g}) when only later tokens change. A draft head needs a target "
-                    "whose states depend on earlier tokens alone, which prefix and bidirectional language models lack"
+                    f"{self.name}: the output of {where} is not finite on a few tokens: the weights hold numbers that "
+                    f"are none, or the states are too large for {self.lm_head_weight.dtype} (another dtype mends it)"
+                )
+            changed = (states - states[:1]).abs().amax(-1).masked_fill(~kept.to(states.device), 0)  # [S,S]
+            size = float(states[0].abs().max())
+            wrong = (changed > (1e-4 if self.lm_head_weight.dtype == torch.float32 else 5e-2) * size).nonzero()  # [n,2]
+            if len(wrong):
+                row, token = wrong[0].tolist()
+                difference = float(changed[row, token])
+                raise TargetError(
+                    f"{self.name} is not causal: the output of {where} at token {token + 1} of {length} changes by "
+                    f"{difference:.3g} (of {size:.3g}) when only tokens after the first {row} change. A draft head "
+                    "needs a target whose states depend on earlier tokens alone, which prefix and bidirectional "
+                    "language models lack"
                 )
 
     @property
@@ -311,7 +344,8 @@ class Target:
             if handle is not None:
                 handle.remove()
         if handle is not None:
-            if not normed or normed[-1].shape != final_hidden.shape or not torch.equal(normed[-1], final_hidden):
+            same = normed and normed[-1].shape == final_hidden.shape
+            if not same or not torch.equal(normed[-1].nan_to_num(), final_hidden.nan_to_num()):  # NaN is told apart
                 raise TargetError(
                     f"{self.name}: expected the last hidden state of '{self.parts.names['backbone'] or 'the model'}' "
                     f"to be the output of its final norm '{self.parts.names['final_norm']}'; it is not, so the "

@@ -136,8 +136,11 @@ def as_target(given: Any) -> TableTarget:
         it, or a ``Target`` around it.
 
     Raises:
-        TargetError: something else, or a model that names no place for its tokenizer.
+        TargetError: something else, a model that names no place for its tokenizer, or one that a head cannot be
+            trained for, see :meth:`~modelopt_eagle.target.model.Target.check_usable`.
     """
+    if isinstance(given, Target):
+        given.check_usable()
     if isinstance(given, (RunningTarget, TableTarget)):
         return given
     model, tokenizer = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
@@ -152,7 +155,9 @@ def as_target(given: Any) -> TableTarget:
             raise TargetError("target: the model does not say where its tokenizer is: give target=(model, tokenizer)")
         tokenizer = load_tokenizer(place)
     vision = vision_of(tokenizer, Path(place) if Path(place).is_dir() else place, model.config) if place else None
-    return Target(model, tokenizer, name=place or type(model).__name__, vision=vision)
+    target = Target(model, tokenizer, name=place or type(model).__name__, vision=vision)
+    target.check_usable()
+    return target
 
 
 def as_paths(value: Any) -> str | list[str] | None:

@@ -28,7 +28,7 @@ from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, collate
 from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.head import TargetHead
-from modelopt_eagle.target.load import causal_class, load_config
+from modelopt_eagle.target.load import asked_attention, causal_class, load_config
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.training.acceptance import target_law, walk
 from modelopt_eagle.training.course import batch_options
@@ -212,7 +212,7 @@ class _Follower:
         mem, model = self.mem, self.recipe.model
         kind = causal_class(self.config, model.base_model, model.trust_remote_code)
         with torch.device("meta"):
-            bare = kind.from_config(self.config, attn_implementation=model.attn_implementation)
+            bare = kind.from_config(self.config, attn_implementation=asked_attention(model.attn_implementation))
         mem.fill(bare, self.dtype)
         with mem:
             return Target(bare, None, name="shapes")

@@ -7,6 +7,7 @@ from heads import LLAMA_SIZES, make_head
 from oracle import install
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, SamplingOptions
+from modelopt_eagle.decoding.masks import attention_kinds
 from modelopt_eagle.decoding.requests import Request, StopRule
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.target.model import Target
@@ -283,3 +284,10 @@ def test_options_may_be_tensors(target, good_head, prompts):
     assert tensors.tokens == plain.tokens
     ends = generator.generate(prompts[:2], 8, eos_token_id=torch.tensor([5, 9]))
     assert ends.tokens == generator.generate(prompts[:2], 8, eos_token_id=[5, 9]).tokens
+
+
+def test_layers_that_transformers_names_and_nothing_here_reads_are_named_with_the_reason():
+    """DeepSeek-V3.2: keys and values of each token, and an index that chooses among them."""
+    config = transformers.DeepseekV32Config(num_hidden_layers=6)
+    with pytest.raises(DecodingError, match=r"type indexed_attention \(sparse attention, .* exported unmeasured"):
+        attention_kinds(config)

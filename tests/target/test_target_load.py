@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from target_families import make_vision_wrapper
+from target_families import make_family, make_vision_wrapper
 
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target import load_target, load_target_tables
@@ -50,6 +50,23 @@ def test_vision_wrapper_from_a_folder(tmp_path):
     target = load_target(tmp_path)
     target.check_parity(torch.randint(3, 96, (2, 7)))
     assert target.parts.names["layers"] == "model.language_model.layers"
+
+
+def test_a_family_without_sdpa_runs_eager_and_says_so(tmp_path, caplog):
+    make_family("gemma2").save_pretrained(tmp_path)
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    caplog.set_level("INFO", logger="modelopt_eagle")
+    found, eager = load_target(tmp_path), load_target(tmp_path, attn_implementation="eager")
+    assert found.model.config._attn_implementation == "eager"
+    assert [line for line in caplog.messages if "SDPA" in line] == [
+        "target: Gemma2ForCausalLM has no attention by SDPA in this transformers: it runs eager"
+    ]
+    x = torch.randint(3, 96, (1, 7))
+    assert torch.equal(found.features(x).aux_hidden, eager.features(x).aux_hidden)
+
+
+def test_sdpa_is_what_a_family_runs_that_has_it(tiny_target):
+    assert tiny_target.model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -124,27 +124,50 @@ def test_identity_tells_weights_tokenizers_and_templates_apart(tmp_path):
     assert on_disk[0] != on_disk[1]
 
 
-def test_a_target_whose_states_change_with_later_tokens_is_refused():
-    """A prefix language model: every position is given something of the whole text."""
-    target = make_tiny_target()
-    target.check_causal()
-    layer = target.layers[3]
+def hooked(target, layer, change):
+    """The target with the states of a layer changed in place by ``change``."""
 
-    def look_ahead(module, inputs, output):
-        states = output[0] if isinstance(output, tuple) else output
-        states = states + 0.1 * states.mean(1, keepdim=True)
-        return (states, *output[1:]) if isinstance(output, tuple) else states
+    def hook(module, inputs, output):
+        change(output[0] if isinstance(output, tuple) else output)
 
-    handle = layer.register_forward_hook(look_ahead)
-    try:
-        with pytest.raises(TargetError, match="is not causal: the output of layer 3 at the first 6 tokens changes"):
-            target.check_causal()
-    finally:
-        handle.remove()
+    target.layers[layer].register_forward_hook(hook)
+    return target
+
+
+@pytest.mark.parametrize(("shown", "prefix"), [("token 1 of 12", None), ("token 1 of 12", 3), ("token 11 of 12", -2)])
+def test_a_target_whose_states_change_with_later_tokens_is_refused(shown, prefix):
+    """Prefix language models: positions are given something of the whole text, or of a few tokens at one end."""
+
+    def look_ahead(states):
+        part = states[:, prefix:] if prefix is not None and prefix < 0 else states[:, :prefix]
+        part += 0.1 * part.mean(1, keepdim=True)
+
+    make_tiny_target().check_usable()
+    with pytest.raises(TargetError, match=f"is not causal: the output of layer 3 at {shown} changes by"):
+        hooked(make_tiny_target(), 3, look_ahead).check_usable()
+
+
+def test_what_cannot_be_run_is_a_line_with_the_model(tmp_path):
+    def fails(states):
+        raise KeyError("sliding_attention")
+
+    with pytest.raises(TargetError, match="LlamaForCausalLM cannot be run on a few tokens: KeyError: 'sliding_att"):
+        hooked(make_tiny_target(), 2, fails).check_usable()
+    with pytest.raises(TargetError, match="tiny: layer 2 .*: expected an output of .*one residual stream"):
+        target = make_tiny_target()
+        target.layers[2].register_forward_hook(lambda module, inputs, output: (torch.zeros(4, 12, 12, 64),))
+        target.check_usable()
+
+
+def test_states_that_are_no_numbers_are_not_called_an_anti_causal_target():
+    with pytest.raises(TargetError, match="output of layer 5 is not finite on a few tokens.*torch.float32"):
+        hooked(make_tiny_target(), 5, lambda states: states[:, 4].fill_(float("inf"))).check_usable()
 
 
 def test_every_target_is_checked_when_it_is_loaded(tiny_target_dir, monkeypatch):
     checked = []
     monkeypatch.setattr(Target, "check_causal", lambda self: checked.append(self.name))
-    load_target(str(tiny_target_dir))
+    target = load_target(str(tiny_target_dir))
     assert checked == [str(tiny_target_dir)]
+    target.check_usable()
+    assert len(checked) == 1, "once is enough"

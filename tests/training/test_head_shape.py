@@ -3,9 +3,11 @@
 import itertools
 
 import pytest
+import transformers
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
-from modelopt_eagle.errors import CheckpointError, RecipeError
+from modelopt_eagle.draft import DraftConfig
+from modelopt_eagle.errors import CheckpointError, RecipeError, TargetError
 from modelopt_eagle.export import export_checkpoint, load_draft
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
@@ -104,3 +106,21 @@ def test_the_processors_clock_ends_a_run_and_wants_a_budget(tiny_target_dir, dat
     monkeypatch.setattr(trainer, "processor_seconds", lambda: next(ticks) * 0.1)  # three looks at it are the budget
     result = train(small_recipe(tiny_target_dir, data, tmp_path / "few", *CLOCK, "training.epochs=4000"), quiet=True)
     assert result.finished and 0 < result.steps <= 2
+
+
+def test_a_target_with_a_width_for_each_layer_gives_the_head_the_last_one():
+    """Gemma 3n lists its feed-forward widths."""
+    config = transformers.Gemma3nTextConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                                            num_hidden_layers=6, intermediate_size=[48] * 5 + [96])  # fmt: skip
+    made = DraftConfig.from_target(config)
+    assert (made.intermediate_size, made.num_key_value_heads, made.head_dim) == (96, 2, 8)
+
+
+@pytest.mark.parametrize("given", [{"num_attention_heads": 6}, {"num_key_value_heads": 3}])
+def test_heads_that_do_not_divide_are_refused_and_not_changed(given):
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, vocab_size=64,
+                                      num_hidden_layers=6)  # fmt: skip
+    with pytest.raises(TargetError, match=r"heads are no multiple of . heads of keys .*set eagle.num_attention_heads"):
+        DraftConfig.from_target(config, **given)
+    made = DraftConfig.from_target(config, num_attention_heads=12)
+    assert (made.num_attention_heads, made.num_key_value_heads) == (12, 4)

@@ -24,7 +24,7 @@ class ModelSection(Section):
     )
     device: str = Field("auto", min_length=1, description="Where the target runs: `auto`, `cpu`, `cuda`, `cuda:1`, ...")
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
-        "sdpa", description="The target's attention in transformers."
+        "sdpa", description="The target's attention in transformers; a family that has no `sdpa` there runs `eager`."
     )
     parallel: Literal["auto", "none", "fsdp"] = Field(
         "auto",
