@@ -61,7 +61,10 @@ def _answers(args) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns 0, or 1 when ``verify`` found bad shards or rows."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.action == "verify" and args.model is None and (args.all or args.sample is not None):
+        parser.error(f"{'--all' if args.all else '--sample'} says which rows are computed again: give --model, too")
     actions = {"inspect": _inspect, "verify": _verify, "merge": _merge, "import": _import}
     return actions[args.action](args)
 

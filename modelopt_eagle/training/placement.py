@@ -45,9 +45,17 @@ def place_target(recipe: Recipe, accelerator: Any, given: bool = False) -> Place
         the processes that share a copy, if it is split.
 
     Raises:
-        RecipeError: one process, or a number of them that ``model.shards`` does not divide.
+        RecipeError: one process, a number of them that ``model.shards`` does not divide, or ``model.shards`` where no
+            target is split.
     """
     kind, world = recipe.model.parallel, accelerator.num_processes
+    shares = recipe.data.runs_target and not given and (world > 1 or kind == "fsdp")
+    if recipe.model.shards is not None and not shares:
+        why = "there is one" if world == 1 else "the target is given" if given else "this run does not load the target"
+        raise RecipeError(
+            f"model.shards is {recipe.model.shards}, which says how many processes hold a split target, and {why}: "
+            "leave it out"
+        )
     if kind == "none" or given or not recipe.data.runs_target:
         return Placement()
     if world == 1:

@@ -112,6 +112,28 @@ def check_paths(recipe: Recipe, given: Given) -> None:
         raise RecipeError(f"data.offline_data_path: {stored} is no folder; name the one that a dump was written to")
 
 
+def check_read(recipe: Recipe) -> None:
+    """Refuse keys that were set and that nothing reads in a run of this kind.
+
+    Raises:
+        RecipeError: each of them, with why.
+    """
+    model, eagle, export = recipe.model, recipe.eagle, recipe.export
+    unread = []
+    if eagle.draft_vocab_size is None and eagle.draft_vocab_path is None and model.draft_init is None:
+        of_a_part = [f"eagle.{key}" for key in ("in_vocab_only", "min_vocab_coverage") if key in eagle.changed()]
+        unread += [f"{key} speaks of a part of the vocabulary, and the head has all of it" for key in of_a_part]
+    if "layer_names" in export.changed():
+        if find_algorithm(recipe.drafter.algorithm).layout is not None:
+            unread.append(f"export.layer_names speaks of EAGLE-3's names, and {recipe.drafter.algorithm} has its own")
+        elif eagle.num_layers > 1:
+            unread.append(f"export.layer_names speaks of one-layer heads, and eagle.num_layers is {eagle.num_layers}")
+    if not recipe.data.runs_target and recipe.validation.mode == "none" and "attn_implementation" in model.changed():
+        unread.append("model.attn_implementation is that of a target which runs, and this run reads its tables only")
+    if unread:
+        raise RecipeError(f"nothing would read these keys: {'; '.join(unread)}. Leave them out")
+
+
 def check_sizes(recipe: Recipe, given: Given) -> None:
     """Refuse sizes that the target's config contradicts, before its weights are loaded.
 

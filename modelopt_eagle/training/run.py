@@ -39,6 +39,7 @@ from modelopt_eagle.training.own_share import own_share, own_share_line
 from modelopt_eagle.training.placement import Placement, gib, place_target
 from modelopt_eagle.training.prechecks import (
     check_launch,
+    check_read,
     check_sizes,
     check_vocabulary_size,
     data_files,
@@ -175,6 +176,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
     """
     check_processes(recipe.training.context_parallel, accelerator.num_processes)
     check_drafter(recipe)
+    check_read(recipe)
     given = given or Given()
     offline = not recipe.data.runs_target
     check_sizes(recipe, given)

@@ -117,3 +117,10 @@ def test_another_target_is_refused(tiny_target, dataset, tmp_path):
 def test_samples_are_spread():
     assert sample_rows(100, 4) == [12, 37, 62, 87]
     assert sample_rows(3, 8) == [0, 1, 2] and torch.tensor(sample_rows(1000, 64)).diff().min() > 10
+
+
+@pytest.mark.parametrize("rows", [["--all"], ["--sample", "3"]])
+def test_rows_to_compute_again_need_a_target(rows, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_command("features", ["verify", str(tmp_path), *rows])
+    assert f"{rows[0]} says which rows are computed again: give --model, too" in capsys.readouterr().err

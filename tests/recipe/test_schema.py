@@ -29,6 +29,8 @@ from modelopt_eagle.recipe import ModelSection, Recipe, TrainingSection, load_re
         (["eagle.loss=lk", "eagle.self_logit_distillation=false"], "compares distributions"),
         (["eagle.loss=lk", "eagle.convention=eagle"], "set convention: served"),
         (["eagle.num_attention_heads=6", "eagle.num_key_value_heads=4"], "found 6 and 4"),
+        (["eagle.decoder_type=kimik2", "eagle.num_key_value_heads=4"], "num_key_value_heads is read by layers of"),
+        (["training.lr_scheduler=constant", "training.min_lr_ratio=0.1"], "min_lr_ratio is where a learning rate"),
         (["eagle.init=target", "eagle.hidden_size=64"], "remove hidden_size"),
         (["training.muon_learning_rate=0.01"], "set optimizer: muon"),
         (["eagle.init=target", "model.draft_init=dir"], "two starting points"),

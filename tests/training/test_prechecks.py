@@ -13,6 +13,7 @@ from modelopt_eagle.errors import CheckpointError, DataError, RecipeError, Targe
 from modelopt_eagle.target import chat
 from modelopt_eagle.target.identity import tokenizer_hash
 from modelopt_eagle.target.tiny import make_byte_tokenizer, make_tiny_target
+from modelopt_eagle.training.prechecks import check_read
 from tests.training.runs import interrupt_at, small_recipe, write_conversations
 
 
@@ -34,6 +35,37 @@ def test_a_misspelt_path_is_found_before_the_target_is_loaded(tiny_target_dir, d
     wrong = tmp_path / "no" / "such.jsonl"
     with pytest.raises((DataError, RecipeError), match="no such file|is no folder"):
         train(small_recipe(tiny_target_dir, data, tmp_path / "run", f"{key}={wrong}"), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["eagle.draft_vocab_size=null", "eagle.min_vocab_coverage=0.5"], "eagle.min_vocab_coverage speaks of a part"),
+        (["eagle.draft_vocab_size=null", "eagle.in_vocab_only=true"], "eagle.in_vocab_only speaks of a part of the"),
+        (["export.layer_names=layers", "eagle.num_layers=2"], "one-layer heads, and eagle.num_layers is 2"),
+        (["export.layer_names=layers", "algorithm=dflash"], "speaks of EAGLE-3's names, and dflash has its own"),
+        (
+            ["data.streaming_server_url=http://h:1", "validation.mode=none", "model.attn_implementation=eager"],
+            "this run reads its tables only",
+        ),
+        (["model.shards=2"], "model.shards is 2, which says how many processes hold a split target, and there is one"),
+    ],
+)
+def test_keys_that_nothing_would_read_are_refused_before_the_target_is_loaded(
+    tiny_target_dir, data, tmp_path, monkeypatch, keys, said
+):
+    monkeypatch.setattr(run, "load", lambda *arguments: pytest.fail("the target was loaded"))
+    with pytest.raises(RecipeError, match=said):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run", *keys), quiet=True)
+
+
+def test_keys_that_are_read_are_none_of_these(tiny_target_dir):
+    for keys in (
+        ["eagle.in_vocab_only=true", "eagle.min_vocab_coverage=0.5"],
+        ["export.layer_names=layers", "model.attn_implementation=eager"],
+        ["data.streaming_server_url=http://h:1", "model.attn_implementation=eager"],
+    ):
+        check_read(small_recipe(tiny_target_dir, "d", "run", *keys))
 
 
 @pytest.mark.parametrize("key", ["eagle.draft_vocab_size=300", "eagle.aux_layer_ids=[1, 3, 9]"])

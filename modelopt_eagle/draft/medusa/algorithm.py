@@ -37,6 +37,8 @@ def check_recipe(recipe: Any) -> None:
         "shapes a decoder layer or its steps, and Medusa heads have none: leave it out "
         "(medusa.heads is how many tokens are drafted)",
     )
+    if recipe.export.rope_scaling is not None:
+        raise RecipeError("export.rope_scaling: Medusa heads have no rotary positions: leave it out")
     if recipe.model.draft_init_vocab == "rebuild" and not recipe.medusa.shared_output:
         raise RecipeError(
             "model.draft_init_vocab: rebuild moves the rows of one output layer, and medusa.shared_output: false has "

@@ -175,6 +175,11 @@ class EagleSection(Section):
             "wide: leave it out",
         )
         need(
+            self.decoder_type == "llama" or kv_heads is None,
+            "num_key_value_heads is read by layers of decoder_type llama; a latent head has keys and values of its own "
+            "for each head: leave it out",
+        )
+        need(
             self.rope_scaling is None or "rope_type" in self.rope_scaling,
             "expected the key rope_type in rope_scaling (such as yarn, or default for none)",
         )

@@ -128,4 +128,9 @@ class TrainingSection(Section):
             self.optimizer == "muon" or self.muon_learning_rate is None,
             "muon_learning_rate is read only when optimizer is muon: set optimizer: muon, or leave it at null",
         )
+        need(
+            self.lr_scheduler != "constant" or self.min_lr_ratio == self.default("min_lr_ratio"),
+            "min_lr_ratio is where a learning rate falls to, and lr_scheduler: constant does not fall: set linear or "
+            "cosine, or leave it out",
+        )
         return self
