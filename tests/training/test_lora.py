@@ -18,8 +18,7 @@ from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.lora import TargetAdapter, attach, find_adapter, merge_adapter
 from modelopt_eagle.target.tiny import make_tiny_target
-from modelopt_eagle.training import loss as loss_module
-from modelopt_eagle.training import preservation
+from modelopt_eagle.training import loss_plan, preservation
 from modelopt_eagle.training.distillation import counted_masks, distillation_loss
 from modelopt_eagle.training.preservation import preservation_kl
 from modelopt_eagle.training.states import AdaptedStates
@@ -76,7 +75,7 @@ def transform(logits, ids):
 )
 @pytest.mark.parametrize("changes", [None, transform], ids=["plain", "transformed"])
 def test_gradient_by_the_teacher_is_that_of_the_formula(convention, kind, changes, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK", 7)
+    monkeypatch.setattr(loss_plan, "CHUNK", 7)
     config = DraftConfig(
         hidden_size=16, target_hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1,
         head_dim=8, vocab_size=48, draft_vocab_size=20, aux_layer_ids=(0, 1, 2), max_position_embeddings=64,

@@ -5,13 +5,14 @@ import torch
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.common.allocations import Allocations, Shapes
-from modelopt_eagle.data import prepare_rows
+from modelopt_eagle.data import plan_batches, prepare_rows
 from modelopt_eagle.draft.algorithm import find_algorithm
 from modelopt_eagle.draft.attention import QueryPlan, largest_chunk_alone
 from modelopt_eagle.errors import TrainingError
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.training import memory, run, train
+from modelopt_eagle.training.course import batch_options
 from modelopt_eagle.training.placement import split_share
 from tests.training.runs import small_recipe, write_conversations
 
@@ -130,6 +131,42 @@ def test_a_run_that_cannot_fit_is_refused_before_features_are_kept(little, tiny_
                           "training.ignore_memory=true")  # fmt: skip
     result = train(forced)
     assert result.finished and any("MiB of tensors at the peak on each device" in line for line in result.header)
+
+
+def test_weights_are_counted_in_the_numbers_that_they_are_loaded_in(tiny_target_dir, tmp_path):
+    said = []
+    for dtype in ("float32", "bfloat16"):
+        recipe = small_recipe(tiny_target_dir, "d", tmp_path, f"model.dtype={dtype}")
+        with pytest.raises(TrainingError) as caught:
+            memory.check_weights(recipe, tiny_target_dir, 1)
+        said.append(float(str(caught.value).split("weights take ")[1].split()[0]))
+    assert said[0] == pytest.approx(2 * said[1], rel=0.2) and said[1] > 0
+    memory.check_weights(small_recipe(tiny_target_dir, "d", tmp_path, "data.streaming_server_url=http://h:1"),
+                         tiny_target_dir, 1)  # fmt: skip  # its weights stay where they are
+
+
+@pytest.mark.parametrize("options", [["training.batch_size=3"], ["training.max_tokens_per_batch=400"]])
+def test_the_heaviest_batch_is_looked_for_in_several_epochs(options):
+    random = torch.Generator().manual_seed(1)
+    lengths = torch.randint(20, 200, (40,), generator=random).tolist()
+    supervised = [length // 3 for length in lengths]
+
+    def tokens(epochs):
+        recipe = load_recipe(None, [f"training.epochs={epochs}", "data.max_length=256", *options])
+        shape = memory.heaviest_batch(recipe, lengths, supervised, 1)
+        assert all((length, length // 3) in zip(lengths, supervised, strict=True) for length, _ in shape)
+        batches = [[lengths[n] for n in batch] for epoch in range(min(epochs, memory.PLANNED_EPOCHS))
+                   for batch in plan_batches(lengths, epoch=epoch, seed=42, shuffle=True,
+                                             **batch_options(recipe.training, 1),
+                                             **({} if "batch_size" in options[0] else
+                                                {"world_size": 1, "supervised": supervised}))]  # fmt: skip
+        assert sum(length for length, _ in shape) == max(map(sum, batches))
+        return sum(length for length, _ in shape)
+
+    found = [tokens(epochs) for epochs in (1, 2, 4, 9)]
+    assert found == sorted(found) and found[2] == found[3]
+    if "batch_size" in options[0]:
+        assert found[0] < found[2]
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_loaded(tiny_target_dir, tmp_path, monkeypatch):

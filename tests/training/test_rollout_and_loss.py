@@ -89,7 +89,7 @@ def test_column_attention_equals_the_dense_one_and_passes_gradcheck(column, monk
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("teacher", ["logits", "hidden"])
 def test_loss_equals_the_plain_one_in_value_and_gradient(convention, packed, teacher, monkeypatch):
-    monkeypatch.setattr("modelopt_eagle.training.loss.CHUNK", 5)
+    monkeypatch.setattr("modelopt_eagle.training.loss_plan.CHUNK", 5)  # several chunks, the last one not full
     module = make_module()
     embeddings, aux, logits, supervised, documents = make_batch()
     documents = documents if packed else None
@@ -116,7 +116,9 @@ def test_loss_equals_the_plain_one_in_value_and_gradient(convention, packed, tea
 
 
 @pytest.mark.parametrize("option", ["labels", "in_vocab_only"])
-def test_hard_labels_and_in_vocab_only_equal_the_plain_ones(option):
+def test_hard_labels_and_in_vocab_only_equal_the_plain_ones(option, monkeypatch):
+    for place in ("loss", "loss_plan"):
+        monkeypatch.setattr(f"modelopt_eagle.training.{place}.CHUNK", 5)
     module = make_module()
     embeddings, aux, logits, supervised, documents = make_batch()
     tokens = torch.randint(0, V, (2, 14), generator=torch.Generator().manual_seed(3))

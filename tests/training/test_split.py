@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from modelopt_eagle.errors import RecipeError, TargetError
 from modelopt_eagle.pipeline import why_unmeasured
 from modelopt_eagle.target import load_target
+from modelopt_eagle.target.split import layer_shares, weight_bytes
 from modelopt_eagle.training import placement, train
 from tests.training.runs import small_recipe, write_conversations
 from tests.training.split_processes import recipe
@@ -185,3 +187,18 @@ def test_one_process_splits_nothing(tiny_target_dir, data, tmp_path):
         train(small_recipe(tiny_target_dir, data, tmp_path, "model.parallel=fsdp"))
     with pytest.raises(RecipeError, match="model.parallel is none: leave it out"):
         small_recipe("quickstart", "d", tmp_path, "model.parallel=none", "model.shards=2")
+
+
+def test_bytes_of_a_target_count_tied_tables_once_and_know_its_largest_layer():
+    """Both are counted without weights: the tables of a tied target are one, layers differ where some have experts."""
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=200, num_hidden_layers=6, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8)  # fmt: skip
+    tied, own = (transformers.LlamaConfig(**sizes, tie_word_embeddings=tie) for tie in (True, False))
+    kind = transformers.AutoModelForCausalLM
+    assert weight_bytes(kind, own, torch.bfloat16) - weight_bytes(kind, tied, torch.bfloat16) == 2 * 96 * 32
+    mixed = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                                        mlp_only_layers=[2])  # fmt: skip
+    model = kind.from_config(mixed)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    assert max(layers) == layers[2] > layers[0]
+    assert layer_shares(kind, mixed) == (sum(layers), layers[2], sum(p.numel() for p in model.parameters()))
