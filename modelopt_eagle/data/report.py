@@ -135,10 +135,9 @@ class DataReport:
     def header(self) -> str:
         """The line at the head of every run, and below it one line a reason for dropped rows."""
         share = f"{self.supervised_share:.1%} supervised" if self.tokens else "none supervised"
-        lines = [
-            f"data: {self.read} conversations read, {sum(self.dropped.values())} dropped, {self.rows} rows, "
-            f"{self.tokens} tokens, {share}"
-        ]
+        late = self.dropped["out_of_time"]  # nothing is wrong with those
+        dropped = f"{sum(self.dropped.values()) - late} dropped" + (f", {late} left out for want of time" * bool(late))
+        lines = [f"data: {self.read} conversations read, {dropped}, {self.rows} rows, {self.tokens} tokens, {share}"]
         if self.max_length is not None:
             share = f"{self.truncated / self.rows:.1%}" if self.rows else "none"
             lines[0] += f", {share} truncated at {self.max_length} tokens"
@@ -153,7 +152,8 @@ class DataReport:
             first = f", first: {self.examples[name]}" if name in self.examples else ""
             lines.append(f"  {name.replace('_', ' ')}: {count}{first}")
         lines += [
-            f"  dropped {count} ({reason}: {REASONS.get(reason, '')}), first: {self.examples[reason]}"
+            f"  {'left out' if reason == 'out_of_time' else 'dropped'} {count} ({reason}: {REASONS.get(reason, '')}), "
+            f"first: {self.examples[reason]}"
             for reason, count in sorted(self.dropped.items())
         ]
         return "\n".join(lines)

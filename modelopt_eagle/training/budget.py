@@ -42,7 +42,8 @@ class Record:
     Attributes:
         minutes: ``training.run_budget_minutes``.
         data: hash of all rows that could be taken.
-        feature_seconds: spent until the last part was made, over all starts.
+        feature_seconds: spent until the last part was made, over all starts, with what stood before them.
+        making_seconds: those of them in which features were made.
         rows: how many are made, of the order in which they are drawn.
         settled: whether no more will be.
         before_training: seconds spent when training began.
@@ -52,6 +53,7 @@ class Record:
     minutes: float
     data: str
     feature_seconds: float = 0.0
+    making_seconds: float = 0.0
     rows: int = 0
     settled: bool = False
     before_training: float = 0.0
@@ -65,6 +67,7 @@ def read_record(folder: Path) -> Record | None:
         numbers = (
             found.minutes,
             found.feature_seconds,
+            found.making_seconds,
             found.rows,
             found.before_training,
             found.training_seconds or 0,
@@ -125,8 +128,9 @@ class RunBudget:
         if on_disk:
             self._before = record.feature_seconds
         elif not settled:
-            record.rows, record.feature_seconds = 0, 0.0
+            record.rows, record.feature_seconds, record.making_seconds = 0, 0.0, 0.0
         begun, tokens, taken, stored = time.monotonic(), 0, 0, record.rows
+        made_before = record.making_seconds
         for part in parts:
             size = sum(lengths[row] for row in part)
             if not settled and taken > stored:  # a part that a former start was in the middle of is finished
@@ -137,6 +141,7 @@ class RunBudget:
             tokens, taken = tokens + size, taken + len(part)
             if not settled:
                 record.feature_seconds, record.rows = self.spent(), max(taken, record.rows)
+                record.making_seconds = made_before + time.monotonic() - begun
                 self._write()
         whole = sum(lengths)
         self.left_out = (len(lengths) - taken, whole - tokens, len(lengths), whole)
@@ -163,9 +168,10 @@ class RunBudget:
         """What the head of a run says of its time."""
         record, seconds = self._record, self.training_seconds()
         behind = max(0.0, self.total - record.before_training - seconds)
+        made = f" ({record.making_seconds / 60:.1f} of them made features)" if record.making_seconds else ""
         text = (
-            f"budget: {self.total / 60:.1f} minutes: {record.before_training / 60:.1f} went by before training, mostly "
-            f"for features, it gets at most {seconds / 60:.1f}, and {behind / 60:.1f} are left to measure in"
+            f"budget: {self.total / 60:.1f} minutes: {record.before_training / 60:.1f} went by before training{made}, "
+            f"it gets at most {seconds / 60:.1f}, and {behind / 60:.1f} are left to measure in"
         )
         if record.before_training > training_until(self.recipe) * self.total:
             text += "; warning: they will not be kept, as what stands before training took too long"

@@ -14,12 +14,22 @@ from modelopt_eagle.features.compute import compute_features
 from modelopt_eagle.features.store import dataset_hash
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.like import TableTarget
+from modelopt_eagle.training.budget import FEATURES_UNTIL
 from modelopt_eagle.training.data import RunData, held_out_line, held_out_rows, read_data
 from modelopt_eagle.training.given import Given
 from modelopt_eagle.training.shared_rows import RowsOfARun
 
 TOKEN_VARIABLE = "MODELOPT_EAGLE_STREAM_TOKEN"
 """Environment variable of the secret that servers off loopback ask for; a recipe is no place for it."""
+
+PATIENCE = 600.0
+"""Seconds that servers which do not answer are waited for, where the run has no budget."""
+
+
+def patience(recipe: Recipe) -> float:
+    """Seconds that servers which do not answer are waited for: no longer than the run has for its features."""
+    minutes = recipe.training.run_budget_minutes
+    return PATIENCE if minutes is None else min(PATIENCE, FEATURES_UNTIL * 60.0 * minutes)
 
 
 def from_servers_or_filled_store(
@@ -45,7 +55,9 @@ def from_servers_or_filled_store(
         urls = split_list(recipe.data.streaming_server_url)
         token = os.environ.get(TOKEN_VARIABLE)
         transport = recipe.data.streaming_transport
-        source = StreamedSource(urls, dataset, target, contract.aux_layer_ids, token=token, transport=transport)
+        source = StreamedSource(
+            urls, dataset, target, contract.aux_layer_ids, token=token, transport=transport, patience=patience(recipe)
+        )
         header.append(f"features: from {', '.join(urls)}")
         make, cancel = source.fetch_rows, source.cancel
     elif recipe.data.on_missing == "generate":

@@ -276,6 +276,9 @@ def told_settings(settings: dict[str, Any], seeds: Sequence[int], commits: Seque
 def begin(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a comparison, or go on with it; returns the exit code."""
     try:
+        for name in ("minutes", "num_samples", "max_new_tokens", "turns"):  # by the names that they were given under
+            if not getattr(arguments, name) > 0:
+                raise RecipeError(f"--{name} must be above 0, found {getattr(arguments, name):g}")
         return run(arguments)
     except EagleError as error:
         print(f"error: {error}", file=sys.stderr)

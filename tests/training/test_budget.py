@@ -5,9 +5,12 @@ import types
 
 import pytest
 
+from modelopt_eagle.errors import StreamError
 from modelopt_eagle.features import compute
+from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.training import budget, train
 from modelopt_eagle.training.budget import FEATURES_UNTIL, LEFT_OUT, TRAINING_UNTIL, measuring_seconds, split_parts
+from modelopt_eagle.training.streams import PATIENCE, patience
 from modelopt_eagle.training.trainer import Trainer
 from tests.training.runs import interrupt_at, small_recipe, write_conversations
 
@@ -85,7 +88,8 @@ def test_a_quiet_machine_takes_all_rows_and_a_slow_one_as_many_as_fit(cache, slo
     assert len(names) == left_out and all(name.startswith("row-") for name in names)
     header = "\n".join(result.header)
     assert f"budget: {left_out} of {ROWS} rows" in header and "rows_not_taken.txt" in header
-    assert f"{ROWS} conversations read, {left_out} dropped, {ROWS - left_out} rows" in result.header[0]
+    said = f"{ROWS} conversations read, 0 dropped, {left_out} left out for want of time, {ROWS - left_out} rows"
+    assert said in result.header[0] and f"  left out {left_out} (out_of_time: " in header and "  dropped" not in header
     assert kept["before_training"] + kept["training_seconds"] == pytest.approx(TRAINING_UNTIL * 60)
     assert sum(account["lengths"]["counts"]) == ROWS - left_out
 
@@ -169,9 +173,41 @@ def test_training_keeps_a_least_share_and_says_so(slow, tiny_target_dir, data, t
     assert measuring_seconds(recipe_of(tiny_target_dir, data, tmp_path / "run"), 6.0) == pytest.approx(7.5)
 
 
+def test_the_head_of_a_run_does_not_blame_features_for_what_reading_took(slow, tmp_path):
+    folder = f"training.output_dir={tmp_path}"
+    recipe = load_recipe(None, [folder, "training.run_budget_minutes=10", "data.cache_features=disk"])
+    alone = types.SimpleNamespace(is_main_process=True, num_processes=1)
+    for reading, making, said in ((180, 12, "3.2 went by before training (0.2 of them made features)"),
+                                  (300, 0, "3.2 went by before training (0.2 of them made features)")):  # fmt: skip
+        held = budget.RunBudget(recipe, alone)
+        slow.now += reading
+        for part in held.parts([100] * 4, "rows"):
+            slow.now += making / 2
+            assert len(part) == 2
+        assert said in held.line()
+    assert measuring_seconds(recipe, 300.0) == 600 - 192 - 300, "what training left of its own is measured in, too"
+    other = budget.RunBudget(load_recipe(None, [folder, "training.run_budget_minutes=20"]), alone)
+    list(other.parts([100] * 4, "rows"))
+    assert record(tmp_path)["feature_seconds"] == 0, "a budget of other minutes begins anew"
+    other.write_left_out(["a\nb", "c"])
+    assert (tmp_path / LEFT_OUT).read_text() == "a\\nb\nc\n"
+    other.write_left_out([])
+    assert not (tmp_path / LEFT_OUT).exists()
+    without = budget.RunBudget(load_recipe(None, [folder, "training.run_budget_minutes=5"]), alone)
+    slow.now += 30
+    assert "0.5 went by before training, it gets" in without.line()
+
+
+def test_servers_that_do_not_answer_are_waited_for_no_longer_than_features_have(tiny_target_dir, data, tmp_path):
+    unreachable = ("data.streaming_server_url=http://127.0.0.1:9", "training.run_budget_minutes=0.01")
+    with pytest.raises(StreamError, match="no feature server has answered for 0.24 s"):
+        train(small_recipe(tiny_target_dir, data, tmp_path / "run", *unreachable), quiet=True)
+    for long in ([], ["training.run_budget_minutes=60"]):
+        assert patience(load_recipe(None, long)) == PATIENCE
+
+
 def test_an_estimate_says_how_many_rows_fit():
     from modelopt_eagle.cli.estimate import budget_lines
-    from modelopt_eagle.recipe import load_recipe
 
     found = types.SimpleNamespace(target_flops=600e9)
     recipe = load_recipe("quickstart", ["training.run_budget_minutes=10"])

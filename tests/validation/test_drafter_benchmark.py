@@ -24,6 +24,12 @@ def command(folder, *more, heads=("--drafters", "eagle3", "medusa")):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("option", ["--minutes", "--num_samples", "--turns"])
+def test_a_refused_option_is_named_as_it_was_given(option, tmp_path, capsys):
+    assert main([*command(tmp_path), option, "0"]) == 2
+    assert f"error: {option} must be above 0, found 0" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     from modelopt_eagle.target.tiny import make_tiny_target
