@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft.documents import Documents, upload
-from modelopt_eagle.kernels.column_attention import askers_of, supported
+from modelopt_eagle.kernels.column_attention import askers_of
 from modelopt_eagle.kernels.column_attention import column_attention as kernel
-from modelopt_eagle.kernels.column_attention import dense_column_attention as dense
+from modelopt_eagle.kernels.column_reference import dense_column_attention as dense
+from modelopt_eagle.kernels.column_tiles import supported
 from modelopt_eagle.kernels.dispatch import choose_backend
 
 MAX_QUERIES = {"cpu": 64}

@@ -5,7 +5,8 @@ See ``docs/kernels.md``. Importing this package does not import Triton.
 
 from modelopt_eagle.common.trees import history_size
 from modelopt_eagle.kernels.build_tree import DraftTree, build_tree, check_num_nodes, history_depth
-from modelopt_eagle.kernels.column_attention import column_attention, column_attention_work
+from modelopt_eagle.kernels.column_attention import column_attention
+from modelopt_eagle.kernels.column_reference import column_attention_work
 from modelopt_eagle.kernels.distill_rows import distill_rows, distill_rows_work, distillation_work
 from modelopt_eagle.kernels.fixed_trees import branches_tree, chain_tree, regular_tree, tree_from_links
 from modelopt_eagle.kernels.pack_mask import pack_mask, unpack_mask

@@ -10,21 +10,22 @@ piece of code meets both kinds.
 
 The backward pass is three launches without atomics: by queries, by keys, by column keys. It is deterministic. What is
 kept for it is the inputs, the output and a log-sum-exp a query and head.
+
+The plain reference and the least work of a call are in ``column_reference.py``, the tiles in ``column_tiles.py``.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from modelopt_eagle.kernels.dispatch import TritonKernel, choose_backend, power_of_two, require, require_shape
-from modelopt_eagle.kernels.work import Work
+from modelopt_eagle.kernels.column_reference import dense_column_attention_backward, dense_column_attention_with_sum
+from modelopt_eagle.kernels.column_tiles import MAX_BYTES, blocks, constants, gpu_limits, precision, supported, tiles
+from modelopt_eagle.kernels.dispatch import TritonKernel, choose_backend, require, require_shape
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -32,12 +33,7 @@ if TYPE_CHECKING:
 MAX_BLOCK = 128
 """Most queries or keys of a tile."""
 
-MAX_BYTES = 512
-"""Widest key or value head: 256 in 16 bits, 128 in float32."""
-
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def column_attention(
@@ -103,16 +99,6 @@ def column_attention(
     return torch.ops.modelopt_eagle.column_attention(
         q, keys, values, column_keys, column_values, rows, starts, askers, sees, scale, backend
     )[0]
-
-
-def supported(*tensors: Tensor) -> bool:
-    """Whether the kernel takes tensors of these dtypes and widths."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    return (
-        len(dtypes) == 1
-        and dtypes <= set(DTYPES)
-        and all(0 < t.shape[-1] * t.element_size() <= MAX_BYTES for t in tensors)
-    )
 
 
 def askers_of(rows: Tensor, starts: Tensor, tokens: int) -> Tensor:
@@ -225,200 +211,6 @@ def _laid_out(q, keys, values, column_keys, column_values) -> tuple[Tensor, ...]
 def _strides(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Of each tensor, the elements from one row to the next and from one head to the next."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
-
-
-def blocks(count: int, size: int) -> int:
-    """Tiles of ``size`` that cover ``count``."""
-    return -(-count // size)
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How float32 products are made: as torch's own, in full or in TF32. Without meaning for 16-bit inputs."""
-    return "tf32x3" if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Sizes of a program: queries (times the heads that share a key head), keys, warps, and stages of its loop."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-LEAST = (80, 99 << 10)
-"""Compute capability and shared memory of a program that any GPU since capability 8 has."""
-
-
-@functools.cache
-def gpu_limits(device: torch.device) -> tuple[int, int]:
-    """The compute capability of ``device`` (90 for 9.0), and bytes of shared memory that a program may have there."""
-    if device.type != "cuda" or torch.version.hip:
-        return LEAST
-    facts = torch.cuda.get_device_properties(device)
-    return 10 * facts.major + facts.minor, getattr(facts, "shared_memory_per_block_optin", LEAST[1])
-
-
-# By kernel: the widest head in bytes, and the tile for heads up to it. What a thread holds of scores and sums fills its
-# registers: with 16-bit inputs no tile spills on capability 8.0, 9.0 or 10.0; in float32 heads wider than 64 do.
-BEFORE_HOPPER = {
-    "forward": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 64, 8, 3)), (512, Tile(64, 32, 8, 2))),
-    "queries": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 2)), (512, Tile(64, 32, 8, 2))),
-    "keys": ((128, Tile(64, 128, 8, 2)), (256, Tile(64, 64, 8, 2)), (512, Tile(32, 32, 8, 2))),
-}
-SINCE_HOPPER = {
-    "forward": ((128, Tile(128, 64, 4, 3)), (256, Tile(128, 64, 8, 3)), (512, Tile(64, 32, 8, 2))),
-    "queries": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 64, 8, 2)), (512, Tile(32, 32, 8, 2))),
-    "keys": ((128, Tile(64, 128, 8, 2)), (256, Tile(32, 128, 8, 2)), (512, Tile(32, 32, 8, 2))),
-}
-
-
-@functools.cache
-def tiles(kernel: str, dk: int, dv: int, size: int, limits: tuple[int, int], most: int) -> Tile:
-    """The tile of a kernel for these head widths and element size.
-
-    Args:
-        kernel: ``forward``, ``queries`` or ``keys``.
-        size: bytes of an element.
-        limits: :func:`gpu_limits`.
-        most: queries or keys.
-    """
-    capability, shared = limits
-    wanted = (SINCE_HOPPER if capability >= 90 else BEFORE_HOPPER)[kernel]
-    tile = next(tile for width, tile in wanted if max(dk, dv) * size <= width)
-    tile = Tile(min(tile.queries, most), min(tile.keys, most), tile.warps, tile.stages)
-    widths = power_of_two(dk) + power_of_two(dv)
-
-    def needed(tile: Tile) -> int:
-        resident, streamed = (tile.keys, tile.queries) if kernel == "keys" else (tile.queries, tile.keys)
-        scores = 0 if kernel == "forward" else 2 * tile.queries * tile.keys
-        return size * (widths * (resident + tile.stages * streamed) + scores)
-
-    while needed(tile) > shared and tile.queries * tile.keys > 256:
-        if tile.stages > 2:
-            tile = Tile(tile.queries, tile.keys, tile.warps, 2)
-        elif tile.queries > tile.keys:
-            tile = Tile(tile.queries // 2, tile.keys, tile.warps, 2)
-        else:
-            tile = Tile(tile.queries, tile.keys // 2, tile.warps, 2)
-    return tile
-
-
-def constants(share: int, dk: int, dv: int, tile: Tile) -> dict[str, int]:
-    """Keyword arguments that every kernel takes."""
-    return {
-        "SHARE": share,
-        "DK": dk,
-        "DV": dv,
-        "WIDE_K": max(16, power_of_two(dk)),
-        "WIDE_V": max(16, power_of_two(dv)),
-        "BLOCK_Q": tile.queries,
-        "BLOCK_K": tile.keys,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-
-
-def column_attention_work(
-    pairs: int, tokens: int, queries: int, columns: int, heads: int, groups: int, dk: int, dv: int, size: int
-) -> dict[str, Work]:
-    """The least that one call does, forward and backward.
-
-    Args:
-        pairs: visible step-0 keys, over all queries: ``(rows - starts + 1).sum()``.
-        tokens: N, keys of step 0.
-        queries: n.
-        columns: k, keys of a query's own column.
-        heads, groups: query heads; key and value heads.
-        dk, dv: widths of a key and of a value.
-        size: bytes of an element.
-
-    Returns:
-        ``forward`` (two products a pair) and ``backward`` (five: scores, values' and scores' gradients, queries' and
-        keys' gradients).
-    """
-    seen = heads * (pairs + queries * columns)
-    asked, answered = queries * heads * dk * size, queries * heads * dv * size  # q; out
-    keys = (tokens + queries * columns) * groups * (dk + dv) * size
-    statistics = 4 * queries * heads  # log-sum-exp
-    forward = Work(asked + keys + answered + statistics, 2 * seen * (dk + dv))
-    backward = Work(2 * (asked + keys) + 2 * answered + statistics, 2 * seen * (3 * dk + 2 * dv))
-    return {"forward": forward, "backward": backward}
-
-
-def dense_column_attention(
-    q: Tensor, keys: Tensor, values: Tensor, column_keys: Tensor, column_values: Tensor,
-    rows: Tensor, starts: Tensor, scale: float, sees: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Plain reference: every score at once, gradients by autograd.
-
-    Args:
-        q: ``[n, heads, dk]``.
-        keys, values: ``[N, groups, dk]``, ``[N, groups, dv]``.
-        column_keys, column_values: ``[n, k, groups, dk]``, ``[n, k, groups, dv]``.
-        rows, starts: ``[n]`` last and first key that each query sees.
-        scale: factor on ``q·k``.
-        sees: ``[heads / groups, k]`` bool, which column keys each query head of a group sees; ``None``: all.
-
-    Returns:
-        ``[n, heads, dv]``.
-    """
-    return dense_column_attention_with_sum(q, keys, values, column_keys, column_values, rows, starts, scale, sees)[0]
-
-
-def dense_column_attention_with_sum(
-    q: Tensor, keys: Tensor, values: Tensor, column_keys: Tensor, column_values: Tensor,
-    rows: Tensor, starts: Tensor, scale: float, sees: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """:func:`dense_column_attention`, and the base-2 log-sum-exp of each query's scores ``[n, heads]`` float32."""
-    scores = _dense_scores(q, keys, column_keys, rows, starts, scale, sees)  # [n,h,N+k]
-    context, own = scores.softmax(dim=-1).split((len(keys), scores.shape[-1] - len(keys)), dim=-1)
-    repeat = q.shape[1] // keys.shape[1]
-    out = torch.einsum("nhm,mhd->nhd", context, values.repeat_interleave(repeat, 1))
-    out = out + torch.einsum("nhk,nkhd->nhd", own, column_values.repeat_interleave(repeat, 2))
-    return out.contiguous(), scores.float().logsumexp(-1) / math.log(2)
-
-
-def _dense_scores(q, keys, column_keys, rows, starts, scale, sees) -> Tensor:
-    """``[n, heads, N+k]``: every score, ``-inf`` where a key is not seen."""
-    repeat = q.shape[1] // keys.shape[1]
-    place = torch.arange(len(keys), device=q.device)  # [N]
-    seen = (place >= starts[:, None]) & (place <= rows[:, None])  # [n,N]
-    logits = torch.einsum("nhd,mhd->nhm", q, keys.repeat_interleave(repeat, 1)) * scale  # [n,h,N]
-    logits = logits.masked_fill(~seen[:, None], float("-inf"))
-    column = torch.einsum("nhd,nkhd->nhk", q, column_keys.repeat_interleave(repeat, 2)) * scale  # [n,h,k]
-    if sees is not None:
-        column = column.masked_fill(~sees.repeat(keys.shape[1], 1), float("-inf"))
-    return torch.cat((logits, column), dim=-1)
-
-
-def dense_column_attention_backward(
-    upstream: Tensor, q: Tensor, keys: Tensor, values: Tensor, column_keys: Tensor, column_values: Tensor,
-    rows: Tensor, starts: Tensor, scale: float, sees: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of :func:`dense_column_attention` by its first five arguments, from ``upstream [n, heads, dv]``."""
-    groups, repeat, tokens = keys.shape[1], q.shape[1] // keys.shape[1], len(keys)
-    weights = _dense_scores(q, keys, column_keys, rows, starts, scale, sees).softmax(-1)  # [n,h,N+k]
-    context = torch.einsum("nhd,mhd->nhm", upstream, values.repeat_interleave(repeat, 1))  # [n,h,N]
-    own = torch.einsum("nhd,nkhd->nhk", upstream, column_values.repeat_interleave(repeat, 2))  # [n,h,k]
-    change = torch.cat((context, own), -1)  # [n,h,N+k] gradient of the weights
-    change = weights * (change - (change * weights).sum(-1, keepdim=True)) * scale  # of the scores
-    grad_q = torch.einsum("nhm,mhd->nhd", change[..., :tokens], keys.repeat_interleave(repeat, 1))
-    grad_q = grad_q + torch.einsum("nhk,nkhd->nhd", change[..., tokens:], column_keys.repeat_interleave(repeat, 2))
-
-    def grouped(wide: Tensor) -> Tensor:
-        """``[n, h, m] -> [n, g, r, m]``."""
-        return wide.unflatten(1, (groups, repeat))
-
-    grads = (
-        grad_q,
-        torch.einsum("ngrm,ngrd->mgd", grouped(change[..., :tokens]), grouped(q)),
-        torch.einsum("ngrm,ngrd->mgd", grouped(weights[..., :tokens]), grouped(upstream)),
-        torch.einsum("ngrk,ngrd->nkgd", grouped(change[..., tokens:]), grouped(q)),
-        torch.einsum("ngrk,ngrd->nkgd", grouped(weights[..., tokens:]), grouped(upstream)),
-    )
-    return tuple(grad.contiguous() for grad in grads)
 
 
 @TritonKernel

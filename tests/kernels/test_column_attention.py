@@ -13,7 +13,9 @@ from modelopt_eagle import kernels
 from modelopt_eagle.draft import attention
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels import column_attention as operation
-from modelopt_eagle.kernels.column_attention import askers_of, dense_column_attention, tiles
+from modelopt_eagle.kernels.column_attention import askers_of
+from modelopt_eagle.kernels.column_reference import dense_column_attention
+from modelopt_eagle.kernels.column_tiles import tiles
 
 
 def inputs(dtype=torch.float64, columns=2):

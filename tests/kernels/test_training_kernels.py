@@ -20,10 +20,15 @@ def script(monkeypatch):
     return module
 
 
-def small(script):
+@pytest.fixture
+def cases(script):
+    return importlib.import_module("training_cases")
+
+
+def small(cases):
     """The attention with its first case alone."""
-    kernel = script.ATTENTION
-    return script.TrainingKernel(kernel.name, lambda: kernel.cases()[:1], kernel.reference, {}, kernel.tolerance)
+    kernel = cases.ATTENTION
+    return cases.TrainingKernel(kernel.name, lambda: kernel.cases()[:1], kernel.reference, {}, kernel.tolerance)
 
 
 def test_the_floor_is_the_slower_of_memory_and_arithmetic():
@@ -53,30 +58,30 @@ def test_the_floors_are_printed_and_what_was_not_measured_is_said(script, capsys
     assert "data sheet" in said and "nothing was timed" in said
 
 
-def test_a_contestant_that_differs_or_fails_is_named(script, monkeypatch, capsys):
+def test_a_contestant_that_differs_or_fails_is_named(script, cases, monkeypatch, capsys):
     def wrong(given):
-        return script.dense(given) * 1.5
+        return cases.dense(given) * 1.5
 
     def dies(given):
         raise RuntimeError("no such kernel\nand more")
 
-    kernel = small(script)
+    kernel = small(cases)
     kernel.contestants.update(
-        chunks=script.Contestant(script.by_autograd(script.chunked)),
-        wrong=script.Contestant(script.by_autograd(wrong)),
-        dies=script.Contestant(dies),
-        gpu=script.Contestant(dies, cpu=False),
+        chunks=cases.Contestant(cases.by_autograd(cases.chunked)),
+        wrong=cases.Contestant(cases.by_autograd(wrong)),
+        dies=cases.Contestant(dies),
+        gpu=cases.Contestant(dies, cpu=False),
     )
     monkeypatch.setattr(script, "KERNELS", (kernel,))
     assert script.main(["--dry_run"]) == script.NO_CUDA
     said = capsys.readouterr().out
     assert "chunks: equal" in said and "wrong: not timed: forward differs" in said
     assert "dies: not timed: RuntimeError: no such kernel\n" in said and "gpu: not run on a CPU" in said
-    kernel.contestants["wrong"] = script.Contestant(script.by_autograd(wrong), ours=True)
+    kernel.contestants["wrong"] = cases.Contestant(cases.by_autograd(wrong), ours=True)
     assert script.main(["--dry_run"]) == script.WRONG
 
 
-def test_a_gradient_that_differs_is_seen(script):
+def test_a_gradient_that_differs_is_seen(script, cases):
     class Halved(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -86,9 +91,9 @@ def test_a_gradient_that_differs_is_seen(script):
         def backward(ctx, grad):
             return grad / 2
 
-    kernel = small(script)
+    kernel = small(cases)
     case = kernel.cases()[0]
-    contestant = script.Contestant(script.by_autograd(lambda given: Halved.apply(script.dense(given))))
+    contestant = cases.Contestant(cases.by_autograd(lambda given: Halved.apply(cases.dense(given))))
     assert "backward differs" in script.check(kernel, case, contestant, "cpu")
 
 
