@@ -73,12 +73,10 @@ class CudaGraphRecorder:
                 reason = str(error).strip().splitlines()[0]
                 if not self.fall_back:
                     raise DecodingError(
-                        f"the draft loop could not be captured in a CUDA graph ({reason}): switch graphs off with "
+                        f"a round could not be captured in a CUDA graph ({reason}): switch graphs off with "
                         "cuda_graph=False (ar_validate.py: --cuda-graph off)"
                     ) from error
-                warnings.warn(
-                    f"the draft loop runs without a CUDA graph, as it could not be captured: {reason}", stacklevel=2
-                )
+                warnings.warn(f"rounds run without a CUDA graph, as one could not be captured: {reason}", stacklevel=2)
                 return lambda: region(*inputs)
         self._pool = graph.pool()
 

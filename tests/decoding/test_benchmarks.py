@@ -44,7 +44,7 @@ def taught():
         return load("gpu_check", patch).taught_pair("cpu", torch.float32)
 
 
-STALE = {"output": 0, "lengths": 1, "roots": 2, "keys": 3}
+STALE = {"tokens": 0, "features": 1, "places": 2, "roots": 3, "keys": 4}
 """What a replay may have kept from its recording, and its place among the region's inputs."""
 
 

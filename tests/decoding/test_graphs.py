@@ -10,9 +10,8 @@ from heads import make_head
 from tracing import TracingRecorder
 
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
-from modelopt_eagle.draft.cache import DraftCache
 from modelopt_eagle.draft.eagle3 import graphs as draft_graphs
-from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop, Where
+from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
 from modelopt_eagle.draft.eagle3.graphs import DraftGraphs
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.errors import DecodingError, RecipeError
@@ -79,61 +78,111 @@ HEADS = {
 }
 
 
+class Call:
+    """A recorder that runs the region every time: its shapes are those of the recording."""
+
+    def record(self, region, inputs):
+        return lambda: region(*inputs)
+
+
+COUNTS = [[7, 2, 4], [1, 3, 2], [5, 1, 1], [2, 2], [1, 5], [3], [4]]
+"""New anchors of each row, round by round: a prompt, rounds of other lengths than the recorded one, rows that leave."""
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("plan", [DraftPlan.chain(4), DraftPlan.tree(3, 4, 12)], ids=["chain", "tree"])
 def test_every_field_of_every_round(target, kind, plan):
-    """Rounds of random features: drafted tokens, links, masks and keys are those of the loop with fixed shapes."""
+    """Rounds of random features: drafted tokens, links, masks and keys are those of the region called anew, to the bit,
+    and those of the loop with shapes of its own."""
     head, recorder = make_head(target, seed=3, **HEADS[kind]), TracingRecorder()
-    graphs = DraftGraphs(head, target.embedding, plan, recorder)
-    replayed, eager = graphs.loop(3, 60), DraftLoop(head, target.embedding, plan, 3, 256, fixed_shapes=True)
+    graphs, called = (DraftGraphs(head, target.embedding, plan, record) for record in (recorder, Call()))
+    loops = [graphs.loop(3, 60), called.loop(3, 60), DraftLoop(head, target.embedding, plan, 3, 60)]
     starts = [0, 0, 0]
     width = head.config.fc_input_size
-    for turn, counts in enumerate([[7, 2, 4], [1, 3, 2], [4, 1, 1], [2, 2], [1, 5], [3]]):
+    for turn, counts in enumerate(COUNTS):
         if len(counts) < len(starts):  # the first row has finished
-            rows = torch.arange(1, len(starts))
-            replayed.keep(rows)
-            eager.keep(rows)
+            for loop in loops:
+                loop.keep(torch.arange(1, len(starts)))
             starts = starts[1:]
         torch.manual_seed(turn)
         batch, most = len(counts), max(counts)
-        tokens, features = torch.randint(256, (batch, most)), torch.randn(batch, most, width)
-        outputs = [loop.advance(tokens, features, starts, counts) for loop in (replayed, eager)]
-        assert torch.equal(*outputs)
+        tokens, features, roots = (
+            torch.randint(256, (batch, most)),
+            torch.randn(batch, most, width),
+            torch.arange(batch),
+        )
+        for loop in loops:
+            loop.commit(tokens, features, starts, counts)
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
-        roots = torch.randint(256, (batch,))
+        drafts = [loop.draft(starts, roots) for loop in loops]
         if plan.is_tree:
-            drafts = [loop.round_tree(outputs[0], starts, roots) for loop in (replayed, eager)]
-            assert torch.equal(drafts[0].sees, drafts[1].sees) and drafts[0].tree.max_depth == plan.depth
-            for name in draft_graphs.FIELDS:
-                assert torch.equal(*(getattr(draft.tree, name) for draft in drafts)), name
+            assert drafts[0].tree.max_depth == plan.depth
+            drafts = [[*(getattr(d.tree, name) for name in draft_graphs.FIELDS), d.sees] for d in drafts]
         else:
-            assert torch.equal(*(loop.chain(outputs[0], starts) for loop in (replayed, eager)))
-        for mine, theirs in zip(graphs.cache.tensors(), eager.cache.tensors(), strict=True):
+            drafts = [[draft] for draft in drafts]
+        for replayed, again, eager in zip(*drafts, strict=True):
+            assert torch.equal(replayed, again) and torch.equal(replayed, eager)
+        for mine, same, theirs in zip(*(loop.eager.cache.tensors() for loop in loops), strict=True):
             for row, start in enumerate(starts):
-                torch.testing.assert_close(mine[row, :, :start], theirs[row, :, :start], atol=0, rtol=0)
-    assert recorder.recorded == [4, 2, 1] and recorder.replays == 6
+                assert torch.equal(mine[row, :, :start], same[row, :, :start])
+                torch.testing.assert_close(mine[row, :, :start], theirs[row, :, :start], atol=1e-5, rtol=1e-5)
+    assert recorder.recorded == [4, 2, 1] and recorder.replays == 6  # all but the prompt's
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_first_step_over_the_whole_buffer_is_the_loops_own(target, window, layers):
+    """Up to the last place of the cache; what a row's padding holds is nothing to it."""
+    head = make_head(target, seed=4, num_hidden_layers=layers, sliding_window=window)
+    plan, width = DraftPlan.chain(4), head.config.fc_input_size
+    plain, fixed, other = (DraftLoop(head, target.embedding, plan, 3, 16, fixed_shapes=True) for _ in range(3))
+    starts = [0, 0, 0]
+    for turn, counts in enumerate([[3, 1, 5], [5, 2, 5], [5, 1, 5], [3, 4, 1]]):  # the first row ends in the last slot
+        torch.manual_seed(turn)
+        tokens, features = torch.randint(256, (3, 5)), torch.randn(3, 5, width)
+        padding = torch.arange(5) >= torch.tensor(counts)[:, None]  # [B,m]
+        places = torch.tensor(starts), torch.tensor(counts)
+        expected = plain.advance(tokens[:, : max(counts)], features[:, : max(counts)], starts, counts)
+        found = fixed.advance_fixed(tokens, features, *places)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        again = other.advance_fixed(
+            tokens.masked_fill(padding, 7), features.masked_fill(padding[..., None], torch.nan), *places
+        )
+        assert torch.equal(again, found)
+        starts = [start + count for start, count in zip(starts, counts, strict=True)]
+        for mine, theirs in zip(fixed.cache.tensors(), plain.cache.tensors(), strict=True):
+            for row, start in enumerate(starts):
+                torch.testing.assert_close(mine[row, :, :start], theirs[row, :, :start], atol=1e-5, rtol=1e-5)
+    assert starts[0] == 16
 
 
 def test_a_trace_tells_a_python_number(target, good_head, prompts, monkeypatch):
     """The control: with one length read as a number the region cannot be traced, with one baked in it drafts wrong."""
+    own = DraftGraphs.region
 
-    def reads_back(self, output, lengths, roots, *cache):
-        where = Where(None, lengths, int(lengths.max()))
-        return (self.base.over(DraftCache.over(cache)).chain_from(output, where),)
+    def reads_back(self, tokens, aux_hidden, places, roots, *cache):
+        return own(self, tokens[:, : int(places[:, 1].max())], aux_hidden, places, roots, *cache)
 
-    def bakes_in(self, output, lengths, roots, *cache):
-        where = Where(None, torch.full_like(lengths, baked.setdefault("length", len(prompts[1]))), 0)
-        return (self.base.over(DraftCache.over(cache)).chain_from(output, where),)
+    def bakes_in(column):
+        def region(self, tokens, aux_hidden, places, roots, *cache):
+            fixed = places.clone()
+            fixed[:, column] = 1 + column
+            return own(self, tokens, aux_hidden, fixed, roots, *cache)
 
-    baked = {}
+        return region
+
     plain, recorded = pair(target, good_head, num_steps=3)
+    right = plain.generate(prompts[1:2], 24)
     monkeypatch.setattr(DraftGraphs, "region", reads_back)
     with pytest.raises(RuntimeError, match="reads a value back"):
         recorded.generate(prompts[1:2], 24)
-    monkeypatch.setattr(DraftGraphs, "region", bakes_in)
-    wrong, right = recorded.generate(prompts[1:2], 24), plain.generate(prompts[1:2], 24)
-    assert wrong.tokens == right.tokens and wrong.acceptance_length < right.acceptance_length
+    for column in (0, 1):
+        recorded._drafter = None
+        monkeypatch.setattr(DraftGraphs, "region", bakes_in(column))
+        wrong = recorded.generate(prompts[1:2], 24)
+        assert wrong.tokens == right.tokens and wrong.acceptance_length < right.acceptance_length
 
 
 def test_an_exception_leaves_nothing_behind(target, good_head, prompts, monkeypatch):

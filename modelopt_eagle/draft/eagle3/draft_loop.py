@@ -117,7 +117,7 @@ class DraftLoop(RoundLoop):
         self.capacity, self.window = capacity, module.config.sliding_window
         if self.window is not None and plan.depth > self.window:
             raise DecodingError(f"drafts of {plan.depth} tokens do not fit into the head's window of {self.window}")
-        self.room = capacity + max(1, plan.depth - 1) * plan.branching
+        self.room = capacity + max(plan.depth, max(1, plan.depth - 1) * plan.branching)
         self.cache = DraftCache.allocate(module, batch, self.room)
         self.fixed_shapes = fixed_shapes
         self.target_ids = module.vocab.d2t + torch.arange(len(module.d2t), device=module.d2t.device)  # [Vd]
@@ -133,9 +133,9 @@ class DraftLoop(RoundLoop):
         self.cache.keep(rows)
 
     def over(self, cache: DraftCache) -> DraftLoop:
-        """The same loop on another cache."""
+        """The same loop on another cache, of any number of rows and slots."""
         loop = copy.copy(self)
-        loop.cache = cache
+        loop.cache, loop.room = cache, cache.keys[0].shape[2]
         return loop
 
     def advance(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> Tensor:
@@ -150,7 +150,7 @@ class DraftLoop(RoundLoop):
         Returns:
             ``[B, H]`` output at the last anchor, before the final norm.
         """
-        module, device = self.module, tokens.device
+        device = tokens.device
         batch, count = tokens.shape
         even = len(set(starts)) == 1
         uniform = even and len(set(counts)) == 1
@@ -159,40 +159,103 @@ class DraftLoop(RoundLoop):
         # anchor = slot = rotary position; the padding of short rows is kept inside the tables and never written
         positions = (first + grid).clamp(max=self.capacity - 1).expand(batch, -1)  # [B,m]
         limit = min(max(starts) + count, self.room)
+        ends = torch.tensor([b * count + c - 1 for b, c in enumerate(counts)], device=device)  # [B] last rows
+        slot = torch.arange(limit, device=device)  # [W]
+        if uniform:
+            width, visible = starts[0] + counts[0], None
+            asking = torch.full((1, 1, 1), width - 1, device=device)
+        else:
+            width = limit
+            asking = torch.tensor(starts, device=device) + torch.tensor(counts, device=device) - 1  # [B]
+            asking = asking[:, None, None]  # [B,1,1]
+            visible = slot <= asking  # [B,1,W]
+        if self.window is not None:
+            near = slot[:width] > asking - self.window  # [B or 1,1,W]
+            visible = near if visible is None else visible & near
+        last = Sight(width, visible)
+        return self._first_step(tokens, aux_hidden, positions, ends, Sight(limit, None), last, (starts, counts))
+
+    def advance_fixed(self, tokens: Tensor, aux_hidden: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        """:meth:`advance` over the whole buffer, places as tensors: its shapes never change and nothing is read back.
+
+        A row's padding is written behind its anchors, where the later steps write next and nobody looks before.
+
+        Args:
+            tokens: ``[B, m]`` int64 with m at most D+1; padding holds any id of the vocabulary.
+            aux_hidden: ``[B, m, A·Ht]``; padding holds anything.
+            starts: ``[B]`` int64 anchors committed before.
+            counts: ``[B]`` int64 new anchors, 1 to m.
+
+        Returns:
+            ``[B, H]`` output at the last anchor, before the final norm.
+        """
+        batch, count = tokens.shape
+        grid = torch.arange(count, device=tokens.device)  # [m]
+        slots = starts[:, None] + grid  # [B,m]
+        padding = grid >= counts[:, None]  # [B,m]
+        aux_hidden = aux_hidden.masked_fill(padding[..., None], 0)  # a key that is not a number spreads, masked or not
+        ends = torch.arange(batch, device=tokens.device) * count + counts - 1  # [B]
+        asking = (starts + counts - 1)[:, None, None]  # [B,1,1]
+        slot = torch.arange(self.room, device=tokens.device)  # [W]
+        visible = slot <= asking  # [B,1,W]
+        if self.window is not None:
+            visible = visible & (slot > asking - self.window)
+        positions = slots.clamp(max=self.capacity - 1)
+        last = Sight(self.room, visible)
+        return self._first_step(tokens, aux_hidden, positions, ends, Sight(self.room, None), last, slots)
+
+    def _first_step(
+        self,
+        tokens: Tensor,
+        aux_hidden: Tensor,
+        positions: Tensor,
+        ends: Tensor,
+        below: Sight,
+        last: Sight,
+        places: Tensor | tuple[list[int], list[int]],
+    ) -> Tensor:
+        """What both forms of the first step do.
+
+        Args:
+            tokens, aux_hidden: the anchors, ``[B, m]`` and ``[B, m, A·Ht]``.
+            positions: ``[B, m]`` rotary positions.
+            ends: ``[B]`` each row's last anchor among the B·m.
+            below: slots that a layer below the last one reads; each anchor sees those up to its own.
+            last: what the last layer's one query a row sees.
+            places: where keys are written, ``[B, m]``; or starts and counts, then real anchors alone are written.
+
+        Returns:
+            ``[B, H]``.
+        """
+        module = self.module
+        batch, count = tokens.shape
         cos, sin = module.rotary(positions, self._positions)  # [B,m,d/2]
         cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
         weight = module.fc.weight
         state = module.fuse(aux_hidden.to(weight.dtype)).flatten(0, 1)  # [B·m,H]
         embedding = module.embed(tokens, self.embedding).to(weight.dtype).flatten(0, 1)  # [B·m,H]
-        ends = torch.tensor([b * count + c - 1 for b, c in enumerate(counts)], device=device)  # [B] last rows
-        slot = torch.arange(limit, device=device)  # [W]
         for index, layer in enumerate(module.layers):
             final = index == len(module.layers) - 1
             q, k, v, residual = layer.project(
                 embedding if index == 0 else None, state, cos, sin, query_rows=ends if final and count > 1 else None
             )
             k, v = k.unflatten(0, (batch, count)), v.unflatten(0, (batch, count))  # [B,m,hkv,d]
-            self._commit(index, k, v, starts, counts, positions)
-            rows = 1 if final else count
-            width, visible = limit, None
-            if final and uniform:
-                width = starts[0] + counts[0]
-                asking = torch.full((1, 1, 1), width - 1, device=device)
-            elif final:
-                asking = torch.tensor(starts, device=device)[:, None, None]
-                asking = asking + torch.tensor(counts, device=device)[:, None, None] - 1  # [B,1,1]
-                visible = slot <= asking  # [B,1,W]
+            if isinstance(places, Tensor):
+                self.cache.write(index, k, v, places)
             else:
-                asking = positions[..., None]  # [B,m,1]
-                visible = slot <= asking  # [B,m,W]
-            if self.window is not None:
-                near = slot[:width] > asking - self.window  # [B or 1,m or 1,W]
-                visible = near if visible is None else visible & near
-            attention = self.cache.attend(index, q.unflatten(0, (batch, rows)), visible, width, layer.scale)
+                self._commit(index, k, v, *places)
+            rows, sight = (1, last) if final else (count, below)
+            visible = sight.visible
+            if not final:
+                slot = torch.arange(sight.width, device=tokens.device)  # [W]
+                visible = slot <= positions[..., None]  # [B,m,W]
+                if self.window is not None:
+                    visible = visible & (slot > positions[..., None] - self.window)
+            attention = self.cache.attend(index, q.unflatten(0, (batch, rows)), visible, sight.width, layer.scale)
             state = layer.combine(attention.flatten(0, 1), residual)  # [B,H], or [B·m,H] below the last layer
         return state
 
-    def _commit(self, layer: int, k: Tensor, v: Tensor, starts, counts, positions) -> None:
+    def _commit(self, layer: int, k: Tensor, v: Tensor, starts: list[int], counts: list[int]) -> None:
         """Write each row's real anchors; padding never reaches the buffer."""
         if len(set(starts)) == 1 and len(set(counts)) == 1:
             self.cache.write(layer, k, v, starts[0])
@@ -337,6 +400,14 @@ class DraftLoop(RoundLoop):
             attention = self.cache.attend(index, q, visible, width, part.scale)  # [B,n,h·dv]
             state = part.combine(attention, residual)  # [B,n,H]
         return state
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The first ``width`` slots of the cache, and which of them a query sees: ``[B or 1, n, W]`` bool, or all."""
+
+    width: int
+    visible: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""The later steps of a draft loop, recorded once and replayed every round (CUDA graphs; see ``recorder.py``).
+"""A draft loop recorded once and replayed every round (CUDA graphs; see ``recorder.py``).
 
-The first step of a round reads as many tokens as were accepted and stays as it is. All that follows has shapes that
-never change: the chain, or the expansion of the tree and the choice of its nodes. It reads three tensors (the first
-step's output, the lengths, the root tokens) and the draft cache, whose memory stays in place for all rounds and calls.
+The first step of a round reads what was accepted in the round before, at most D+1 tokens a row, padded to D+1; with the
+chain, or the expansion of the tree and the choice of its nodes behind it, the whole draft has shapes that never change.
+It reads four tensors (tokens, their features, how many were there before and came now, the root tokens) and the draft
+cache, whose memory stays in place for all rounds and calls. Behind a prompt longer than D+1 tokens the first round of a
+call is drafted without a recording.
 
 Rows leave a batch as they finish. The remaining ones are moved to the front of the cache, and the recording for the
 next power of two rows is replayed: rows behind the batch are dummies, whose result nobody reads.
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 
 from modelopt_eagle.draft.cache import DraftCache
 from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop, RoundLoop, Where
+from modelopt_eagle.draft.eagle3.drawn import Shape
 from modelopt_eagle.draft.module import EagleModule
 from modelopt_eagle.draft.plan import DraftPlan
-from modelopt_eagle.draft.trees import RoundTree, build_round_tree
+from modelopt_eagle.draft.trees import RoundTree, SampledDraft, build_round_tree
 from modelopt_eagle.kernels import DraftTree
 from modelopt_eagle.kernels.dispatch import power_of_two
 from modelopt_eagle.kernels.recorder import Recorder, Replay
@@ -70,42 +73,53 @@ class DraftGraphs:
         self._tables.clear()
         self.base = DraftLoop(self.module, self.embedding, self.plan, self.rows, self.capacity, fixed_shapes=True)
         self.cache = self.base.cache
-        weight, device = self.module.fc.weight, self.module.fc.weight.device
-        self.output = weight.new_zeros(self.rows, self.module.config.hidden_size)  # [R,H]
-        self.lengths = torch.ones(self.rows, 1, dtype=torch.int64, device=device)  # [R,1]
+        weight, device, most = self.module.fc.weight, self.module.fc.weight.device, self.plan.depth + 1
+        self.tokens = torch.zeros(self.rows, most, dtype=torch.int64, device=device)  # [R,D+1]
+        self.features = weight.new_zeros(self.rows, most, self.module.config.fc_input_size)  # [R,D+1,A·Ht]
+        self.places = torch.zeros(self.rows, 2, dtype=torch.int64, device=device)  # [R,2] anchors before, and new
+        self.places[:, 1] = 1
         self.roots = torch.zeros(self.rows, dtype=torch.int64, device=device)  # [R]
 
-    def replay(self, output: Tensor, lengths: list[int], roots: Tensor | None) -> tuple[Tensor, ...]:
-        """The region for the first B rows: ``output [B, H]``, B lengths, ``roots [B]`` (trees only).
+    def replay(
+        self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int], roots: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The region for the first B rows: arguments as for :meth:`DraftLoop.advance`, with at most D+1 new anchors a
+        row, and ``roots [B]``.
 
         Returns:
             what :meth:`region` returns, of B rows; overwritten by the next replay.
         """
-        batch = len(lengths)
-        self.output[:batch] = output
-        self.lengths[:batch, 0] = torch.tensor(lengths)
-        if roots is not None:
-            self.roots[:batch] = roots
+        batch, most = len(starts), max(counts)
+        self.tokens[:batch, :most] = tokens[:, :most]
+        self.features[:batch, :most] = aux_hidden[:, :most]
+        self.places[:batch] = torch.tensor((starts, counts)).T
+        self.roots[:batch] = roots
         bucket = power_of_two(batch)
         if bucket not in self._recordings:
-            inputs = (self.output, self.lengths, self.roots, *self.cache.tensors())
+            inputs = (self.tokens, self.features, self.places, self.roots, *self.cache.tensors())
             self._recordings[bucket] = self.recorder.record(self.region, [tensor[:bucket] for tensor in inputs])
             self._tables.append(self.module.rotary.tables)
         return tuple(tensor[:batch] for tensor in self._recordings[bucket]())
 
-    def region(self, output: Tensor, lengths: Tensor, roots: Tensor, *cache: Tensor) -> tuple[Tensor, ...]:
-        """What is recorded.
+    def region(
+        self, tokens: Tensor, aux_hidden: Tensor, places: Tensor, roots: Tensor, *cache: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What is recorded: a draft from its first step to its last.
 
         Args:
-            output: ``[B, H]`` of the first step.
-            lengths: ``[B, 1]`` int64 committed anchors.
+            tokens: ``[B, D+1]`` int64, the token after each new anchor.
+            aux_hidden: ``[B, D+1, A·Ht]`` the anchors' features.
+            places: ``[B, 2]`` int64, anchors committed before, and new ones (1 to D+1).
             roots: ``[B]`` int64 last emitted tokens.
-            cache: keys and values, written behind ``lengths``.
+            cache: keys and values; those of the new anchors are committed, the nodes' are written behind them.
 
         Returns:
             ``(drafted [B, K],)`` of a chain; the fields of a :class:`DraftTree` and ``sees [B, N, N]`` of a tree.
         """
-        loop, where = self.base.over(DraftCache.over(cache)), Where(None, lengths, 0)
+        loop = self.base.over(DraftCache.over(cache))
+        starts, counts = places.unbind(1)  # [B] each
+        output = loop.advance_fixed(tokens, aux_hidden, starts, counts)  # [B,H]
+        where = Where(None, (starts + counts)[:, None], 0)
         if not self.plan.is_tree:
             return (loop.chain_from(output, where),)
         drafted = build_round_tree(loop.expand(output, where), self.plan, roots)
@@ -113,35 +127,66 @@ class DraftGraphs:
 
 
 class RecordedLoop(RoundLoop):
-    """A :class:`DraftLoop` for one batch whose later steps are replayed. Made by :meth:`DraftGraphs.loop`."""
+    """A :class:`DraftLoop` for one batch whose rounds are replayed. Made by :meth:`DraftGraphs.loop`."""
 
     def __init__(self, graphs: DraftGraphs, batch: int):
         self.graphs, self.plan = graphs, graphs.plan
+        self._given: tuple[Tensor, Tensor, list[int], list[int]] | None = None  # committed with the next draft
         self._use(batch)
 
     def _use(self, batch: int) -> None:
-        self._first = self.graphs.base.over(self.graphs.cache.first_rows(batch))
+        self._loop = self.graphs.base.over(self.graphs.cache.first_rows(batch))
 
     @property
     def eager(self) -> DraftLoop:
-        """The loop over the same memory; drafts that are drawn are not replayed."""
-        return self._first
+        """The loop over the same memory, for prompts and drafts that are drawn."""
+        return self._loop
 
     def keep(self, rows: Tensor) -> None:
         """Keep the rows ``[b]`` int64."""
         self.graphs.cache.compact(rows)
         self._use(len(rows))
 
+    def commit(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> None:
+        """The first step of a prompt; that of a round waits for :meth:`draft`, with which it is replayed."""
+        self._given, self._output = (tokens, aux_hidden, starts, counts), None
+        if max(counts) > self.plan.depth + 1:
+            self._commit_given()
+
+    def _commit_given(self) -> None:
+        if self._given is not None:
+            super().commit(*self._given)
+            self._given = None
+
+    def draft(self, lengths: list[int], roots: Tensor) -> Tensor | RoundTree:
+        """The draft behind the last :meth:`commit`; it holds until the next round.
+
+        Raises:
+            DecodingError: nothing was committed.
+        """
+        if self._given is None:
+            return super().draft(lengths, roots)
+        columns = self.graphs.replay(*self._given, roots)
+        self._given = None
+        if not self.plan.is_tree:
+            return columns[0]
+        *fields_of, sees = columns
+        tree = DraftTree(**dict(zip(FIELDS, fields_of, strict=True)), max_depth=self.plan.depth)
+        return RoundTree(tree, sees)
+
+    def sample(self, lengths: list[int], roots: Tensor, shape: Shape, uniforms: Tensor) -> SampledDraft:
+        """Drafts that are drawn, see :meth:`RoundLoop.sample`; nothing of them is replayed."""
+        self._commit_given()
+        return super().sample(lengths, roots, shape, uniforms)
+
     def advance(self, tokens: Tensor, aux_hidden: Tensor, starts: list[int], counts: list[int]) -> Tensor:
-        """The first step, as :meth:`DraftLoop.advance`."""
-        return self._first.advance(tokens, aux_hidden, starts, counts)
+        """The first step without a recording, as :meth:`DraftLoop.advance`."""
+        return self._loop.advance(tokens, aux_hidden, starts, counts)
 
     def chain(self, output: Tensor, lengths: list[int]) -> Tensor:
-        """``[B, K]`` drafted tokens; they hold until the next round."""
-        return self.graphs.replay(output, lengths, None)[0]
+        """The chain behind it, without a recording."""
+        return self._loop.chain(output, lengths)
 
     def round_tree(self, output: Tensor, lengths: list[int], roots: Tensor) -> RoundTree:
-        """The tree of a round; it holds until the next."""
-        *columns, sees = self.graphs.replay(output, lengths, roots)
-        tree = DraftTree(**dict(zip(FIELDS, columns, strict=True)), max_depth=self.graphs.plan.depth)
-        return RoundTree(tree, sees)
+        """The tree behind it, without a recording."""
+        return self._loop.round_tree(output, lengths, roots)
