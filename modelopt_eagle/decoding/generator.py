@@ -26,7 +26,9 @@ from modelopt_eagle.decoding.requests import (
     make_requests,
 )
 from modelopt_eagle.decoding.rounds import DraftedRounds, PlainRounds, Rounds
+from modelopt_eagle.decoding.supported import needs_numbers
 from modelopt_eagle.decoding.target_runner import cache_argument
+from modelopt_eagle.decoding.whole_rounds import WholeRounds
 from modelopt_eagle.draft.algorithm import Drafter, algorithm_of
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.plan import DraftPlan
@@ -46,8 +48,9 @@ class PseudoSpeculativeGenerator:
         topk, depth, num_nodes: T, D and N (root included) of a tree; N defaults to ``1 + T·D``.
         max_batch: most requests of one call; ``None``: any number.
         cache_length: slots of the KV cache a request; ``None``: as many as the call needs.
-        cuda_graph: whether the draft loop's later steps are replayed from a CUDA graph: ``"auto"`` (on CUDA), ``True``
-            (an error elsewhere) or ``False``. Its memory is kept for the next call.
+        cuda_graph: whether rounds are replayed from a CUDA graph, whole where target and requests allow it, else their
+            drafts: ``"auto"`` (on CUDA), ``True`` (an error elsewhere, or where not even drafts can be captured) or
+            ``False``. Its memory is kept for the next call.
         fast_linear: float32 linear layers on the CPU run by oneDNN while decoding (``cpu_linear.py``): ``"auto"`` (with
             copies of the weights laid out for it, if they take at most half of the free memory), ``True`` (with copies)
             or ``False``. Copies are shared by all generators of a model and live as long as one of them.
@@ -104,6 +107,7 @@ class PseudoSpeculativeGenerator:
         self.max_batch, self.cache_length = max_batch, cache_length
         self._recorder = choose_recorder(cuda_graph, target.device)
         self._drafter: Drafter | None = None
+        self._whole: WholeRounds | None = None
         if fast_linear not in SWITCH:
             raise DecodingError(f'fast_linear must be "auto", True or False, found {fast_linear!r}')
         self.fast_linear = fast_linear
@@ -165,18 +169,18 @@ class PseudoSpeculativeGenerator:
         rule = StopRule(end_token_ids(self.target, eos_token_id), stop_strings, self.target.tokenizer)
         capacity = check_lengths(self.target, requests, self.plan, self.cache_length)
         timings = Timings()
-        drafter = self._take_drafter()
+        drafter, whole = self._take_drafter(), self._take_whole()
         with ExitStack() as stack:
             for fast in self._fast_linears():
                 stack.enter_context(fast.use())
-            rounds = stack.enter_context(self._rounds(len(requests), capacity, timings, drafter))
+            rounds = stack.enter_context(self._rounds(len(requests), capacity, timings, drafter, whole))
             run = _Run(requests, rule, on_tokens)
             run.emit(requests, *rounds.prefill(requests, images))
             rounds.keep(run.drop_finished())
             while run.active:
                 run.emit(run.active, *rounds.step(run.active))
                 rounds.keep(run.drop_finished())
-        self._drafter = drafter
+        self._drafter, self._whole = drafter, whole
         timings.other = time.perf_counter() - started - timings.prefill - timings.draft - timings.verify
         accepted = [request.accepted for request in requests]
         return GenerationOutput(
@@ -203,10 +207,23 @@ class PseudoSpeculativeGenerator:
             drafter = make(self.draft, self.target.embedding, self.plan, self._recorder)
         return drafter
 
-    def _rounds(self, batch: int, capacity: int, timings: Timings, drafter: Drafter | None) -> Rounds:
+    def _take_whole(self) -> WholeRounds | None:
+        """The same for whole rounds, if they are recorded."""
+        whole, self._whole = self._whole, None
+        if whole is None and self.draft is not None and self.plan.depth and self._recorder is not None:
+            if needs_numbers(self.target, 0) is None:
+                reads_final = algorithm_of(self.draft.config).final_state
+                whole = WholeRounds(self.target, self.plan, self._recorder, reads_final)
+        return whole
+
+    def _rounds(
+        self, batch: int, capacity: int, timings: Timings, drafter: Drafter | None, whole: WholeRounds | None
+    ) -> Rounds:
         if self.draft is None or drafter is None:
             return PlainRounds(self.target, capacity, timings)
-        return DraftedRounds(self.target, self.draft, drafter, self.plan, batch, capacity, timings, self.sample_drafts)
+        return DraftedRounds(
+            self.target, self.draft, drafter, self.plan, batch, capacity, timings, self.sample_drafts, whole
+        )
 
 
 class PlainGenerator(PseudoSpeculativeGenerator):

@@ -115,6 +115,27 @@ def kind_masks(
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+def fixed_masks(
+    kinds: dict[str, int | None],
+    lengths: Tensor,
+    sees: Tensor,
+    depths: Tensor,
+    dtype: torch.dtype,
+    width: int,
+    groups: int = 1,
+):
+    """:func:`kind_masks` over the first ``width`` slots, lengths ``[B]`` int64 as a tensor: shapes never change.
+
+    Returns:
+        ``[B, 1, groups·N, width]``, or a dict of them.
+    """
+    masks = {
+        kind: beside(additive(_visible(lengths[:, None], sees, depths, kind, size, 0, width), dtype), groups)
+        for kind, size in kinds.items()
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
 def beside(mask: Tensor, groups: int) -> Tensor:
     """A mask ``[B, 1, n, W]`` for the query heads of a group beside the rows, ``[B, 1, groups·n, W]``."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
@@ -124,9 +145,15 @@ def visible_slots(
     lengths: list[int], sees: Tensor, depths: Tensor, kind: str, size: int | None, first: int = 0
 ) -> Tensor:
     """``[B, N, max(lengths) + N - first]`` bool: which slots from ``first`` on each node sees."""
-    batch, count, device = len(lengths), sees.shape[-1], sees.device
-    width = max(lengths) + count
-    length = torch.tensor(lengths, device=device)[:, None]  # [B,1]
+    length = torch.tensor(lengths, device=sees.device)[:, None]  # [B,1]
+    return _visible(length, sees, depths, kind, size, first, max(lengths) + sees.shape[-1])
+
+
+def _visible(
+    length: Tensor, sees: Tensor, depths: Tensor, kind: str, size: int | None, first: int, width: int
+) -> Tensor:
+    """``[B, N, width - first]`` bool of lengths ``[B, 1]`` int64."""
+    batch, count, device = len(length), sees.shape[-1], sees.device
     slots = length - first + torch.arange(count, device=device)  # [B,N] where the nodes lie, counted from the first
     every = torch.arange(first, width, device=device)  # [W]
     visible = (every < length)[:, None].repeat(1, count, 1)  # [B,N,W] the prefix

@@ -15,10 +15,12 @@ from modelopt_eagle.decoding.masks import causal
 from modelopt_eagle.decoding.output import Timings
 from modelopt_eagle.decoding.relocate import relocate_rows
 from modelopt_eagle.decoding.requests import Request
+from modelopt_eagle.decoding.row_cache import RowCache
 from modelopt_eagle.decoding.sampling import shape_probabilities
 from modelopt_eagle.decoding.target_runner import TargetRunner
 from modelopt_eagle.decoding.walk import draw_uniforms
-from modelopt_eagle.draft.algorithm import Drafter, DrawingLoop, algorithm_of
+from modelopt_eagle.decoding.whole_rounds import WholeRounds
+from modelopt_eagle.draft.algorithm import Drafter, DrawingLoop, FixedLoop, algorithm_of
 from modelopt_eagle.draft.base import DraftModule
 from modelopt_eagle.draft.plan import DraftPlan
 from modelopt_eagle.draft.trees import RoundTree, SampledDraft
@@ -32,9 +34,17 @@ class Rounds(ABC):
     Both of the first return ``(tokens, accepted)``: the tokens that each row emits, and how many of them were drafted.
     """
 
-    def __init__(self, target: Target, aux_layer_ids, capacity: int, timings: Timings, num_nodes: int = 1):
+    def __init__(
+        self,
+        target: Target,
+        aux_layer_ids,
+        capacity: int,
+        timings: Timings,
+        num_nodes: int = 1,
+        cache: RowCache | None = None,
+    ):
         self.target, self.timings = target, timings
-        self.runner = TargetRunner(target, aux_layer_ids, capacity, num_nodes)
+        self.runner = TargetRunner(target, aux_layer_ids, capacity, num_nodes, cache=cache)
         self.lengths: list[int] = []  # tokens of each row in the target's cache
         self._stack = ExitStack()
 
@@ -130,10 +140,15 @@ class DraftedRounds(Rounds):
         capacity: int,
         timings: Timings,
         sample_drafts: bool = False,
+        whole: WholeRounds | None = None,
     ):
-        super().__init__(target, draft.config.aux_layer_ids, capacity, timings, plan.num_nodes)
-        self.draft, self.plan = draft, plan
         self.loop = drafter.loop(batch, capacity)
+        self.whole = whole if isinstance(self.loop, FixedLoop) else None
+        cache = None if self.whole is None else self.whole.prepare(batch, capacity)
+        super().__init__(target, draft.config.aux_layer_ids, capacity, timings, plan.num_nodes, cache)
+        self.draft, self.plan = draft, plan
+        if self.whole is not None:
+            self.whole.join(self.runner, self.loop)
         self.sample_drafts = sample_drafts
         if sample_drafts and not isinstance(self.loop, DrawingLoop):
             raise DecodingError(
@@ -158,6 +173,30 @@ class DraftedRounds(Rounds):
     def step(self, requests: list[Request]) -> tuple[list[list[int]], list[int]]:
         """One round: at least one token a row, up to D+1."""
         begun = time.perf_counter()
+        choice = self._replayed(requests)
+        drafted = begun
+        if choice is None:
+            choice, drafted = self._called(requests)
+        counts = [accepted + 1 for accepted in choice.accepted]
+        most = max(counts)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.counts = counts
+        self.pending, self.features, self.last = choice.tokens[:, :most], choice.features[:, :most], choice.last
+        ended = time.perf_counter()
+        self.timings.draft += drafted - begun
+        self.timings.verify += ended - drafted
+        return choice.emitted, choice.accepted
+
+    def _replayed(self, requests: list[Request]) -> Choice | None:
+        """The round as one recording (``whole_rounds.py``), if it can be; its time counts as verification."""
+        if self.whole is None or max(self.counts) > self.plan.depth + 1 or not self.whole.takes(requests):
+            return None
+        return self.whole.round(self.lengths, self.counts, self.pending, self.features)
+
+    def _called(self, requests: list[Request]) -> tuple[Choice, float]:
+        """The round call by call, and when its draft was done."""
+        if self.whole is not None:
+            self.whole.forget()
         committed = [length - count for length, count in zip(self.lengths, self.counts, strict=True)]
         features = self.target.final_norm(self.features) if self.reads_final else self.features
         self.loop.commit(self.pending, features, committed, self.counts)
@@ -169,15 +208,7 @@ class DraftedRounds(Rounds):
             choice = self._verify_tree(drafts, requests)
         else:
             choice = self._verify_chain(drafts, requests)
-        counts = [accepted + 1 for accepted in choice.accepted]
-        most = max(counts)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.counts = counts
-        self.pending, self.features, self.last = choice.tokens[:, :most], choice.features[:, :most], choice.last
-        ended = time.perf_counter()
-        self.timings.draft += drafted - begun
-        self.timings.verify += ended - drafted
-        return choice.emitted, choice.accepted
+        return choice, drafted
 
     def _draft(self, requests: list[Request]) -> Tensor | RoundTree | SampledDraft:
         """The likeliest tokens, or drawn ones if a request samples and drafts are to be drawn."""
@@ -221,6 +252,8 @@ class DraftedRounds(Rounds):
         index = super().keep(rows)
         if index is not None:
             self.loop.keep(index)
+            if self.whole is not None:
+                self.whole.forget()
             self.pending, self.features, self.last = self.pending[index], self.features[index], self.last[index]
             self.counts = [self.counts[row] for row in rows]
         return index

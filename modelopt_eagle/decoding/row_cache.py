@@ -100,11 +100,13 @@ class Placement:
         rows, slots: ``[B, 1]`` and ``[B, n]`` int64 when they do not.
         width, longest: slots in use, ``max(length) + n``, and ``max(length)``.
         first: the first slot that can be seen, by kind of layer; 0 if not said.
-        pools: the tensors.
+        pools: the tensors, of the rows in use.
+        held: the tensors whole, of which ``pools`` are the first rows.
     """
 
-    def __init__(self, capacity: int, shared: int):
-        self.capacity, self.shared = capacity, shared
+    def __init__(self, capacity: int, shared: int, held_rows: int | None = None):
+        self.capacity, self.shared, self.held_rows = capacity, shared, held_rows
+        self.held: list[Tensor] = []
         self.start: int | None = 0
         self.rows = self.slots = None
         self.width = self.longest = 0
@@ -121,7 +123,8 @@ class Placement:
             first_of_role = not any(known[0] == role for known in self._open)
             layers = self.shared if first_of_role else 1  # a kind that comes later has too few layers to plan for
             pool, used = len(self.pools), 0 if first_of_role else self.shared
-            self.pools.append(like.new_zeros(batch, layers * heads, self.capacity, dim))
+            self.held.append(like.new_zeros(self.held_rows or batch, layers * heads, self.capacity, dim))
+            self.pools.append(self.held[-1][:batch])
         self._open[kind] = pool, used + 1
         return pool, used * heads if used < self.shared else 0
 
@@ -148,6 +151,7 @@ class RowCache(Cache):
         alike: whether all layers have keys of one shape, so that one tensor can hold them.
         kinds: kind of each layer's attention (``masks.layer_kinds``); ``None``: full.
         make: ``(placement, kinds)`` to the layers, for targets that have others beside attention.
+        held_rows: rows to allocate; ``None``: as many as the first pass has.
     """
 
     def __init__(
@@ -157,8 +161,9 @@ class RowCache(Cache):
         alike: bool = True,
         kinds: Sequence[str] | None = None,
         make: Callable[[Placement, Sequence[str]], list] | None = None,
+        held_rows: int | None = None,
     ):
-        self.place = Placement(capacity, num_layers if alike else 1)
+        self.place = Placement(capacity, num_layers if alike else 1, held_rows)
         kinds = ["full_attention"] * num_layers if kinds is None else kinds
         rows = [RowLayer(self.place, kind) for kind in kinds] if make is None else make(self.place, kinds)
         super().__init__(layers=rows)
@@ -194,6 +199,40 @@ class RowCache(Cache):
         finally:
             place.start, place.rows, place.slots, place.width, place.longest, place.first = before
 
+    @contextmanager
+    def writing_fixed(self, pools: Sequence[Tensor], lengths: Tensor, count: int, width: int):
+        """:meth:`writing` with places as tensors, so that nothing of it is a Python number that changes.
+
+        Args:
+            pools: as :meth:`tensors`, the first B rows of each; read and written in the place of those in use.
+            lengths: ``[B]`` int64 tokens of each row; ``lengths + count`` is at most ``width``.
+            count: tokens of a row that the pass writes.
+            width: slots that it reads.
+        """
+        place = self.place
+        before = place.start, place.rows, place.slots, place.width, place.longest, place.first, place.pools
+        place.start, place.width, place.longest, place.first = None, width, width - count, {}
+        place.rows = torch.arange(len(lengths), device=lengths.device)[:, None]  # [B,1]
+        place.slots = lengths[:, None] + torch.arange(count, device=lengths.device)  # [B,n]
+        self._look_at(list(pools))
+        try:
+            yield
+        finally:
+            place.start, place.rows, place.slots, place.width, place.longest, place.first, own = before
+            self._look_at(own)
+
+    def begin(self, batch: int) -> None:
+        """Use the memory again for ``batch`` rows: zeros, as a masked NaN would still spread."""
+        for tensor in self.place.held:
+            tensor.zero_()
+        self._look_at([tensor[:batch] for tensor in self.place.held])
+
+    def _look_at(self, pools: list[Tensor]) -> None:
+        self.place.pools = pools
+        for layer in self.layers:
+            if isinstance(layer, RowLayer) and layer.is_initialized:
+                layer.bind()
+
     def keep(self, rows: list[int], used: int | None = None) -> None:
         """Keep the rows and forget the others; nothing but rows that move is copied.
 
@@ -202,12 +241,15 @@ class RowCache(Cache):
             used: slots of the longest of them; ``None``: all.
         """
         self.place.keep(rows, self.place.capacity if used is None else used)
+        self._look_at(self.place.pools)
         for layer in self.layers:
-            if isinstance(layer, RowLayer) and layer.is_initialized:
-                layer.bind()
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 LinearAttentionCacheLayerMixin.reorder_cache(layer, torch.tensor(rows))
 
     def tensors(self) -> list[Tensor]:
         """The buffers ``[B, heads, capacity, d]`` of all layers."""
         return self.place.pools
+
+    def held(self) -> list[Tensor]:
+        """The same buffers with all their rows; they stay where they are when rows leave."""
+        return self.place.held

@@ -58,6 +58,13 @@ def takes_no_mask(target: Target) -> bool:
     return any(restriction.own_mask for restriction in restrictions(target))
 
 
+def needs_numbers(target: Target, slots: int) -> str | None:
+    """What a target's code takes from Python's numbers and not from positions and masks, so that a recording of its
+    pass over ``slots`` slots would be wrong for other lengths; ``None``: nothing."""
+    found = (one.what for one in restrictions(target) if not one.beyond or slots > one.beyond)
+    return next(found, None)
+
+
 def check_shape(target: Target, siblings: bool, ragged: bool, slots: int | None, batch: int = 1) -> None:
     """Check that a target can read trees, or rows of different lengths.
 

@@ -12,7 +12,15 @@ from torch import Tensor
 from modelopt_eagle.common.modes import evaluating
 from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
 from modelopt_eagle.decoding.grouped_attention import NAME, lent, query_groups
-from modelopt_eagle.decoding.masks import attention_kinds, causal, first_slots, kind_masks, layer_kinds, one_shape
+from modelopt_eagle.decoding.masks import (
+    attention_kinds,
+    causal,
+    first_slots,
+    fixed_masks,
+    kind_masks,
+    layer_kinds,
+    one_shape,
+)
 from modelopt_eagle.decoding.recurrent import State, cache_layers, continues, is_recurrent, put_back, states_of
 from modelopt_eagle.decoding.row_cache import RowCache
 from modelopt_eagle.decoding.supported import run_limit, takes_no_mask
@@ -34,12 +42,21 @@ class TargetRunner:
         capacity: slots a row.
         num_nodes: N, most tokens of a row that :meth:`verify` reads.
         lend: let the target's layers run our own attention (``grouped_attention.py``) where they can.
+        cache: one of :func:`row_cache` to use again; ``None``: a new one.
 
     Raises:
         DecodingError: a target without a KV cache, or with an attention that takes no mask of ours.
     """
 
-    def __init__(self, target: Target, aux_layer_ids, capacity: int, num_nodes: int = 1, lend: bool = True):
+    def __init__(
+        self,
+        target: Target,
+        aux_layer_ids,
+        capacity: int,
+        num_nodes: int = 1,
+        lend: bool = True,
+        cache: RowCache | None = None,
+    ):
         self.target, self.model = target, target.model
         self.aux_layer_ids = tuple(aux_layer_ids or ())
         parameters = inspect.signature(self.model.forward).parameters
@@ -49,12 +66,8 @@ class TargetRunner:
         self._own_mask = takes_no_mask(target)
         self.position_limit = run_limit(target, capacity - num_nodes)
         self.groups = query_groups(target) if lend else 1
-        by_layer = layer_kinds(target.config, self.kinds, target.num_layers)
         self.recurrent = is_recurrent(target.config)
-        self.cache = RowCache(
-            target.num_layers, capacity, alike=one_shape(target.config) and not self.recurrent, kinds=by_layer,
-            make=partial(cache_layers, target.config) if self.recurrent else None,
-        )  # fmt: skip
+        self.cache = row_cache(target, capacity) if cache is None else cache
         self._continues = not self.recurrent or continues(target, self._cache_name)
         self._states: list[State] = []  # before the last verification, or after each of its tokens
         self.num_nodes, self.buffer = num_nodes, None
@@ -141,6 +154,32 @@ class TargetRunner:
         masks = kind_masks(self.kinds, lengths, sees, depths, self.target.dtype, first, self.groups)
         return self._forward(tokens, lengths, masks, positions, {}, first=first)
 
+    def verify_fixed(
+        self, tokens: Tensor, lengths: Tensor, sees: Tensor, depths: Tensor, pools: list[Tensor], width: int
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`verify` over the first ``width`` slots, lengths as a tensor: its shapes never change and nothing of it
+        is read back. Not for targets that must be run without a mask of ours, nor for recurrent ones.
+
+        Args:
+            tokens, sees, depths: as for :meth:`verify`.
+            lengths: ``[B]`` int64 tokens already in the cache, at most ``width - N``.
+            pools: the cache's buffers, the first B rows of each.
+            width: slots that are read.
+
+        Returns:
+            logits ``[B, N, V]`` and features ``[B, N, A·Ht]``, in memory of their own.
+        """
+        batch, count = tokens.shape
+        positions = (depths + lengths[:, None]).expand(batch, -1)  # [B,N]
+        if self.position_limit is not None:
+            positions = positions.clamp(max=self.position_limit - 1)  # such a node can only draft what is cut off
+        masks = fixed_masks(self.kinds, lengths, sees, depths, self.target.dtype, width, self.groups)
+        with ExitStack() as stack:
+            stack.enter_context(self.cache.writing_fixed(pools, lengths, count, width))
+            captured = stack.enter_context(self.target.capture(self.aux_layer_ids))
+            output = self._call(tokens, masks, positions, {})
+        return output.logits, captured.aux_hidden
+
     def settle(self, tokens: Tensor, lengths: list[int], accepted: list[int]) -> None:
         """Lead recurrent layers back to the accepted tokens of the last verification; nothing to do for others.
 
@@ -186,15 +225,31 @@ class TargetRunner:
                 captured = stack.enter_context(
                     self.target.capture(self.aux_layer_ids, into=self.buffer, next_input=next_input)
                 )
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=masks,
-                position_ids=positions,
-                use_cache=True,
-                **{self._cache_name: self.cache},
-                **more,
-            )
+            output = self._call(tokens, masks, positions, more)
         return output.logits, None if captured is None else captured.aux_hidden
+
+    def _call(self, tokens: Tensor, masks, positions: Tensor | None, more: dict):
+        return self.model(
+            input_ids=tokens,
+            attention_mask=masks,
+            position_ids=positions,
+            use_cache=True,
+            **{self._cache_name: self.cache},
+            **more,
+        )
+
+
+def row_cache(target: Target, capacity: int, held_rows: int | None = None) -> RowCache:
+    """A target's cache of ``capacity`` slots a row, with memory for ``held_rows`` rows or for those that come first."""
+    recurrent = is_recurrent(target.config)
+    return RowCache(
+        target.num_layers,
+        capacity,
+        alike=one_shape(target.config) and not recurrent,
+        kinds=layer_kinds(target.config, attention_kinds(target.config), target.num_layers),
+        make=partial(cache_layers, target.config) if recurrent else None,
+        held_rows=held_rows,
+    )
 
 
 def cache_argument(target: Target) -> str:

@@ -86,6 +86,40 @@ class DrawingLoop(DraftLoop, Protocol):
         ...
 
 
+@runtime_checkable
+class FixedLoop(DraftLoop, Protocol):
+    """A loop whose draft is also a function of tensors of fixed shapes, so that it can stand in a recorded round."""
+
+    def draft_fixed(
+        self, tokens: Tensor, aux_hidden: Tensor, places: Tensor, roots: Tensor, memory: Sequence[Tensor]
+    ) -> Tensor | RoundTree:
+        """Commit and draft, nothing of it a Python number that changes or a value read back.
+
+        Args:
+            tokens: ``[B, D+1]`` int64, the token after each new position; padding holds any id.
+            aux_hidden: ``[B, D+1, A·Ht]``; padding holds anything.
+            places: ``[B, 2]`` int64, positions committed before, and new ones (1 to D+1).
+            roots: ``[B]`` int64 last emitted tokens.
+            memory: of :meth:`memory`, for B rows.
+
+        Returns:
+            as :meth:`DraftLoop.draft`.
+        """
+        ...
+
+    def memory(self, rows: int, width: int) -> list[Tensor]:
+        """The head's keys and values: ``rows`` rows with room for ``width`` positions and a draft, where they lie."""
+        ...
+
+    def reads(self) -> list[Tensor]:
+        """What a recording reads wherever it lies (weights, memory): one is good for as long as all lie there."""
+        ...
+
+    def tables(self) -> Sequence[Tensor]:
+        """What it reads and others may take the place of, in which case a recording goes on with these."""
+        ...
+
+
 class Drafter(Protocol):
     """What a generator keeps of a head between its calls: memory, recordings."""
 

@@ -87,6 +87,11 @@ class CudaGraphRecorder:
         return replay
 
 
+def strict(recorder: Recorder) -> Recorder:
+    """The same kind of recorder, to which a region that cannot be captured is an error in any case."""
+    return CudaGraphRecorder() if isinstance(recorder, CudaGraphRecorder) else recorder
+
+
 def graph_switch(word: str) -> str | bool:
     """The switch of :func:`choose_recorder` from the word of a command line or recipe: auto, on or off."""
     return {"on": True, "off": False}.get(word, word)

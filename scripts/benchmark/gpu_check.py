@@ -3,8 +3,9 @@
     python scripts/benchmark/gpu_check.py [--cases 40] [--json report.json]
     python scripts/benchmark/gpu_check.py --dry_run        # without a GPU: the same steps with the references
 
-Steps, the most valuable first, each in a process of its own, so that one that dies takes no other along: the draft
-loop with and without its graph, every draft of every round, by a head that has learnt its text; the kernels of
+Steps, the most valuable first, each in a process of its own, so that one that dies takes no other along: whole rounds,
+and the draft loop alone, with and without their graph, all that every round gives, by a head that has learnt its text;
+the kernels of
 training (``training_kernels.py``), compared and timed; a CUDA graph that is replayed on new inputs; large batches
 that would show a race; torch.compile; random cases of every operation (``kernels/parity.py``); and the table of
 ``kernels.py`` with its targets: build plus verify under 20 us for batch 8 and 64 nodes, relocation at 70 % of the
@@ -17,6 +18,7 @@ Exit codes: 0 all right, 1 a kernel fails or differs, 3 no CUDA device here (als
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -37,6 +40,7 @@ import training_kernels  # scripts/benchmark/training_kernels.py
 
 from modelopt_eagle import kernels
 from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
+from modelopt_eagle.decoding.whole_rounds import WholeRounds
 from modelopt_eagle.draft import DraftConfig, EagleModule
 from modelopt_eagle.draft.eagle3.draft_loop import DraftLoop
 from modelopt_eagle.draft.eagle3.graphs import FIELDS, DraftGraphs
@@ -153,6 +157,7 @@ def compiled_step(device: str) -> None:
 SHAPES = {"chain 5": dict(num_steps=5), "tree 8,5,33": dict(mode="tree", topk=8, depth=5, num_nodes=33)}
 PROMPTS = [[5, 9, 33, 70], [100, 3, 50, 60, 70, 80, 90], [7], [44, 45, 46, 47, 48, 49], [200, 13]]
 LIMITS = [48, 7, 30, 12, 21]  # rows leave the batch one by one
+TIMED = ("whole", "draft replayed", "eager")
 
 
 def draft_loop(device: str) -> dict[str, float]:
@@ -179,6 +184,106 @@ def draft_loop(device: str) -> dict[str, float]:
     return spent
 
 
+def whole_round(device: str) -> dict[str, float]:
+    """What whole rounds give with a CUDA graph and without, round by round, and milliseconds of a round.
+
+    Compared as in :func:`draft_loop`: emitted tokens, the features that the next round reads, lengths and last tokens,
+    to the bit, with the same function run call by call; and the texts in float32 with the round whose shapes are its
+    own. The head has learnt its text, so a replay that keeps a length, a token, features or keys is seen.
+    """
+    spent: dict[str, float] = {}
+    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
+        target, head = taught_pair(device, dtype)
+        for name, shape in SHAPES.items():
+            graph, called, plain = (
+                PseudoSpeculativeGenerator(target, head, **shape, cuda_graph=switch)
+                for switch in (device == "cuda", False, False)
+            )
+            if device != "cuda":
+                graph._recorder = Repeat()
+            called._recorder = Call()
+            compare_whole_rounds(f"{name}, {str(dtype).removeprefix('torch.')}", graph, called, plain)
+            if dtype == torch.float32:
+                spent.update(time_rounds(name, target, head, shape, device))
+    return spent
+
+
+def compare_whole_rounds(name: str, graph, called, plain) -> None:
+    """All that the rounds of the first two give, in batches that rows leave, twice; and the text of the third."""
+    for turn in range(2):
+        heard: list[list[dict[str, torch.Tensor]]] = []
+        outputs = []
+        for generator in (graph, called):
+            rounds: list[dict[str, torch.Tensor]] = []
+            with listening_to_rounds(rounds):
+                outputs.append(generator.generate(PROMPTS, LIMITS, eos_token_id=[]))
+            heard.append(rounds)
+            refused = getattr(generator._whole, "refused", None)
+            if refused is not None or not rounds:
+                raise AssertionError(f"{name}: no whole round was replayed: {refused}")
+        if outputs[1].acceptance_length < 1.5:
+            raise AssertionError(f"{name}: the head has learnt too little for the check to mean anything")
+        for place, (first, second) in enumerate(zip(*heard, strict=False)):
+            for field, value in second.items():
+                if first[field].shape != value.shape or not torch.equal(first[field], value):
+                    raise AssertionError(f"{name}: {field} of round {place} differs (call {turn})")
+        if outputs[0].tokens != outputs[1].tokens or outputs[0].accepted_lengths != outputs[1].accepted_lengths:
+            raise AssertionError(f"{name}: the texts or what was accepted of them differ")
+    exact = graph.target.dtype == torch.float32
+    if exact and plain.generate(PROMPTS, LIMITS, eos_token_id=[]).tokens != outputs[0].tokens:
+        raise AssertionError(f"{name}: the text is not that of rounds run call by call")
+
+
+@contextmanager
+def listening_to_rounds(rounds: list[dict[str, torch.Tensor]]):
+    """Write down what each whole round inside gives."""
+    own = WholeRounds.round
+
+    def listened(self, lengths, counts, tokens, features):
+        choice = own(self, lengths, counts, tokens, features)
+        if choice is not None:
+            kept = torch.zeros(choice.tokens.shape, dtype=torch.bool, device=choice.tokens.device)  # [B,D+1]
+            for row, accepted in enumerate(choice.accepted):
+                kept[row, : accepted + 1] = True
+            rounds.append(
+                {
+                    "tokens": choice.tokens[kept].clone(),
+                    "features": choice.features[kept].clone(),
+                    "last tokens": choice.last.clone(),
+                    "accepted": torch.tensor(choice.accepted),
+                }
+            )
+        return choice
+
+    WholeRounds.round = listened  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WholeRounds.round = own  # type: ignore[method-assign]
+
+
+def time_rounds(name: str, target: Target, head: EagleModule, shape: dict, device: str) -> dict[str, float]:
+    """Milliseconds of a round (drafting, verification, acceptance): whole, its draft replayed, and call by call."""
+    spent, count = {}, 96 if device == "cuda" else 6
+    for batch in (1, 8):
+        for label in TIMED:
+            replayed = label != "eager"
+            generator = PseudoSpeculativeGenerator(target, head, **shape, cuda_graph=replayed and device == "cuda")
+            if replayed and device != "cuda":
+                generator._recorder = Repeat()
+            if label == "draft replayed":
+                generator._take_whole = lambda: None  # type: ignore[method-assign]
+            prompts = [PROMPTS[0]] * batch
+            generator.generate(prompts, count, eos_token_id=[])  # recordings are made
+            output = generator.generate(prompts, count, eos_token_id=[])
+            steps = max(len(accepted) for accepted in output.accepted_lengths)
+            spent[f"{name}, batch {batch}, {label}"] = 1e3 * (output.timings.draft + output.timings.verify) / steps
+        times = ", ".join(f"{spent[f'{name}, batch {batch}, {label}']:.3f} {label}" for label in TIMED)
+        print(f"  {name}, batch {batch}: milliseconds a round: {times}")
+    return spent
+
+
+@functools.cache  # a dry run's steps share a process
 def taught_pair(device: str, dtype: torch.dtype) -> tuple[Target, EagleModule]:
     """A target with the layers of a small model, and a head that has learnt its answers to ``PROMPTS``."""
     made = make_tiny_target(layers=8, hidden=1024 if device == "cuda" else 64, vocab=256, heads=8, kv_heads=4)
@@ -236,20 +341,25 @@ class Listening:
 
     def loop(self, batch: int, capacity: int):
         """The inner drafter's loop, listened to."""
-        loop, own = self.inner.loop(batch, capacity), None
-        own = loop.draft
+        return Heard(self.inner.loop(batch, capacity), self.drafts)
 
-        def draft(lengths, roots):
-            found = own(lengths, roots)
-            if isinstance(found, torch.Tensor):
-                self.drafts.append({"tokens": found.clone()})
-            else:
-                fields = {name: getattr(found.tree, name).clone() for name in FIELDS}
-                self.drafts.append({**fields, "sees": found.sees.clone()})
-            return found
 
-        loop.draft = draft
-        return loop
+class Heard:
+    """A loop each draft of which is written down; it drafts only, so rounds are not recorded whole."""
+
+    def __init__(self, loop, drafts: list[dict[str, torch.Tensor]]):
+        self.loop, self.drafts = loop, drafts
+        self.commit, self.keep = loop.commit, loop.keep
+
+    def draft(self, lengths, roots):
+        """The loop's draft."""
+        found = self.loop.draft(lengths, roots)
+        if isinstance(found, torch.Tensor):
+            self.drafts.append({"tokens": found.clone()})
+        else:
+            fields = {name: getattr(found.tree, name).clone() for name in FIELDS}
+            self.drafts.append({**fields, "sees": found.sees.clone()})
+        return found
 
 
 def time_loops(name: str, target: Target, head: EagleModule, graph: PseudoSpeculativeGenerator) -> dict[str, float]:
@@ -348,6 +458,7 @@ def kernels_of_training(device: str) -> None:
 
 
 STEPS: dict[str, Callable[[str], object]] = {
+    "whole_round": whole_round,
     "draft_loop": draft_loop,
     "kernels_of_training": kernels_of_training,
     "graph_replay": graph_replay,

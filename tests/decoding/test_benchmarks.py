@@ -33,7 +33,7 @@ def test_dry_run_of_the_gpu_check(tmp_path, monkeypatch, capsys):
     found = json.loads(report.read_text())
     for step in script.STEPS:
         assert found[step] == "equal"
-    assert len(found["draft_loop ms"]) == 8 and len(found["rows"]) == 12
+    assert len(found["draft_loop ms"]) == 8 and len(found["whole_round ms"]) == 12 and len(found["rows"]) == 12
     assert "no kernel and no graph was checked" in capsys.readouterr().out
 
 
@@ -70,6 +70,27 @@ def test_a_stale_replay_fails_the_check(monkeypatch, taught, what):
         script.draft_loop("cpu")
 
 
+WHOLE = {"state": 0, "features": 1, "draft keys": 2, "target keys": 4}
+"""The same of a whole round."""
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_a_stale_whole_round_fails_the_check(monkeypatch, taught, what):
+    script = load("gpu_check", monkeypatch)
+    monkeypatch.setattr(script, "taught_pair", lambda device, dtype: taught)
+    record = script.Repeat.record
+
+    def stale(self, region, inputs):
+        kept = list(inputs)
+        kept[WHOLE[what]] = inputs[WHOLE[what]].clone()
+        return record(self, region, kept)
+
+    monkeypatch.setattr(script.Repeat, "record", stale)
+    monkeypatch.setattr(script, "SHAPES", {"chain 5": script.SHAPES["chain 5"]})
+    with pytest.raises(AssertionError, match="chain 5, float32: .* of round .* differs"):
+        script.whole_round("cpu")
+
+
 def test_a_step_that_dies_is_named_and_the_others_run(tmp_path, monkeypatch):
     script = load("gpu_check", monkeypatch)
     monkeypatch.setattr(script.torch.cuda, "is_available", lambda: True)
@@ -90,7 +111,7 @@ def test_a_step_that_dies_is_named_and_the_others_run(tmp_path, monkeypatch):
     report = tmp_path / "report.json"
     assert script.main(["--json", str(report)]) == script.WRONG
     found = json.loads(report.read_text())
-    assert steps[:2] == ["draft_loop", "kernels_of_training"] and len(steps) == 8
+    assert steps[:3] == ["whole_round", "draft_loop", "kernels_of_training"] and len(steps) == 9
     assert found["graph_replay"] == "its process died with exit code -6"
     assert "more than 150 seconds" in found["large_moves"] and found["compiled_step"] == "equal"
 

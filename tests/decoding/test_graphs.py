@@ -27,9 +27,9 @@ MODES = [
 
 
 def pair(target, head, **options):
-    """The same generator call by call, and with recordings."""
+    """The same generator call by call, and with recordings of its drafts (whole rounds: ``test_whole_rounds.py``)."""
     plain, recorded = (PseudoSpeculativeGenerator(target, head, **options) for _ in range(2))
-    recorded._recorder = TracingRecorder()
+    recorded._recorder, recorded._take_whole = TracingRecorder(), lambda: None
     return plain, recorded
 
 
@@ -246,7 +246,7 @@ def test_rotary_tables_that_a_recording_reads_are_held(target, good_head, prompt
         def record(self, region, inputs):
             return lambda: region(*inputs)
 
-    recorded = PseudoSpeculativeGenerator(target, good_head, **MODES[0])
+    _, recorded = pair(target, good_head, **MODES[0])
     recorded._recorder = Repeated()
     recorded.generate(prompts[:1], 8)
     tables = [weakref.ref(table) for table in good_head.rotary.tables]

@@ -12,6 +12,7 @@ next power of two rows is replayed: rows behind the batch are dummies, whose res
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -66,6 +67,7 @@ class DraftGraphs:
         return RecordedLoop(self, batch)
 
     def _read_tensors(self) -> list[Tensor]:
+        """The weights that a recording reads."""
         return [w.detach() for part in (self.module, self.embedding) for w in (*part.parameters(), *part.buffers())]
 
     def _allocate(self) -> None:
@@ -116,14 +118,22 @@ class DraftGraphs:
         Returns:
             ``(drafted [B, K],)`` of a chain; the fields of a :class:`DraftTree` and ``sees [B, N, N]`` of a tree.
         """
+        drafted = self.draft(tokens, aux_hidden, places, roots, cache)
+        if isinstance(drafted, Tensor):
+            return (drafted,)
+        return (*(getattr(drafted.tree, name) for name in FIELDS), drafted.sees)
+
+    def draft(
+        self, tokens: Tensor, aux_hidden: Tensor, places: Tensor, roots: Tensor, cache: Sequence[Tensor]
+    ) -> Tensor | RoundTree:
+        """The draft as a function of tensors, arguments as for :meth:`region`: ``[B, K]``, or a tree."""
         loop = self.base.over(DraftCache.over(cache))
         starts, counts = places.unbind(1)  # [B] each
         output = loop.advance_fixed(tokens, aux_hidden, starts, counts)  # [B,H]
         where = Where(None, (starts + counts)[:, None], 0)
         if not self.plan.is_tree:
-            return (loop.chain_from(output, where),)
-        drafted = build_round_tree(loop.expand(output, where), self.plan, roots)
-        return (*(getattr(drafted.tree, name) for name in FIELDS), drafted.sees)
+            return loop.chain_from(output, where)
+        return build_round_tree(loop.expand(output, where), self.plan, roots)
 
 
 class RecordedLoop(RoundLoop):
@@ -152,6 +162,26 @@ class RecordedLoop(RoundLoop):
         self._given, self._output = (tokens, aux_hidden, starts, counts), None
         if max(counts) > self.plan.depth + 1:
             self._commit_given()
+
+    def draft_fixed(
+        self, tokens: Tensor, aux_hidden: Tensor, places: Tensor, roots: Tensor, memory: Sequence[Tensor]
+    ) -> Tensor | RoundTree:
+        """See :class:`~modelopt_eagle.draft.algorithm.FixedLoop`."""
+        return self.graphs.draft(tokens, aux_hidden, places, roots, memory)
+
+    def memory(self, rows: int, width: int) -> list[Tensor]:
+        """See :class:`~modelopt_eagle.draft.algorithm.FixedLoop`: each ``[rows, kv_heads, width + room, d]``."""
+        graphs = self.graphs
+        slots = width + graphs.base.room - graphs.base.capacity
+        return [tensor[:rows, :, :slots] for tensor in graphs.cache.tensors()]
+
+    def reads(self) -> list[Tensor]:
+        """See :class:`~modelopt_eagle.draft.algorithm.FixedLoop`."""
+        return [*self.graphs._read_tensors(), *self.graphs.cache.tensors()]
+
+    def tables(self) -> Sequence[Tensor]:
+        """The rotary tables."""
+        return self.graphs.module.rotary.tables
 
     def _commit_given(self) -> None:
         if self._given is not None:

@@ -58,7 +58,7 @@ class ValidationSection(Section):
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Replay the draft loop from a CUDA graph: auto (on CUDA), on (an error elsewhere), or off.",
+        description="Replay rounds from a CUDA graph: auto (on CUDA), on (an error elsewhere), or off.",
     )
     ar_lower_bound: Annotated[float, Field(ge=1)] | None = Field(
         None, description="Exit with an error if the acceptance length is lower."
