@@ -1,12 +1,15 @@
 """The command line that all back ends share: read conversations, say what the dump will take, fill the store.
 
 Run one worker a device, all with the same data: ``--shard 0/4``, ``--shard 1/4`` … into the same ``--output-dir``.
-A worker that is stopped or killed goes on when the same command is given again.
+A worker that is stopped or killed goes on when the same command is given again. Processes of torchrun are workers
+without saying so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +36,7 @@ def build_parser(description: str, command: str, weights: bool = False) -> Comma
     parser.add_argument("--model", required=True, help="target: hub id, local folder, GGUF file, or quickstart")
     parser.add_argument("--input-file", required=True, nargs="+", help="conversations: .jsonl file(s), or quickstart")
     parser.add_argument("--output-dir", required=True, type=Path, help="the store; goes on if it was begun")
-    parser.add_argument("--shard", default="0/1", metavar="i/n", help="this worker takes every n-th row (default 0/1)")
+    parser.add_argument("--shard", metavar="i/n", help="this worker takes every n-th row (default 0/1)")
     parser.add_argument(
         "--dtype", default="bfloat16", choices=list(STORAGE_DTYPES), help="how states are stored (default bfloat16)"
     )
@@ -73,6 +76,23 @@ def parse_shard(text: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.isdigit() for part in parts) or not int(parts[0]) < int(parts[1]):
         raise FeatureError(f"--shard i/n with 0 <= i < n expected, such as 0/4; found {text!r}")
     return int(parts[0]), int(parts[1])
+
+
+def worker_of(args: argparse.Namespace) -> tuple[int, int]:
+    """(i, n): of ``--shard``, or the place of this process among those that torchrun started.
+
+    Raises:
+        FeatureError: both.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes == 1 or not hasattr(args, "parallel"):  # engines start processes of their own
+        return parse_shard("0/1" if args.shard is None else args.shard)
+    if args.shard is not None:
+        raise FeatureError(
+            f"--shard {args.shard} says which rows this worker takes, and so does its place among the {processes} "
+            "processes that were launched: leave it out"
+        )
+    return int(os.environ.get("RANK", "0")), processes
 
 
 def parse_layers(text: str | None) -> tuple[int, ...] | None:
@@ -122,14 +142,26 @@ def run(parser: argparse.ArgumentParser, open_back_end: Callable[[argparse.Names
 
 
 def _run(args: argparse.Namespace, open_back_end: Callable[[argparse.Namespace], BackEnd]) -> int:
-    from modelopt_eagle.common.console import ProgressBar
-    from modelopt_eagle.data import prepare_dataset
-
-    worker = parse_shard(args.shard)
+    worker = worker_of(args)
     for name in ("batch_tokens", "shard_mib"):
         if getattr(args, name) <= 0:
             raise FeatureError(f"--{name.replace('_', '-')} must be above 0, found {getattr(args, name)}")
-    back_end = open_back_end(args)
+    from modelopt_eagle.target.shards import ended_peers
+
+    with ended_peers():
+        return _filled(args, open_back_end(args), worker)
+
+
+def _filled(args: argparse.Namespace, back_end: BackEnd, worker: tuple[int, int]) -> int:
+    """Fill the store in step with the processes that hold the target together."""
+    with back_end.together() if hasattr(back_end, "together") else contextlib.nullcontext():
+        return _fill(args, back_end, worker)
+
+
+def _fill(args: argparse.Namespace, back_end: BackEnd, worker: tuple[int, int]) -> int:
+    from modelopt_eagle.common.console import ProgressBar
+    from modelopt_eagle.data import prepare_dataset
+
     use_template(args, back_end)
     data = prepare_dataset(
         back_end.tokenizer,

@@ -98,6 +98,9 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 < args.supervised <= 1:
         parser.error(f"--supervised must lie above 0 and at most at 1, found {args.supervised:g}")
     recipe = run_recipe(args)
+    from modelopt_eagle.training.placement import check_shards
+
+    check_shards(recipe, args.processes)
     if args.tokens is None:
         source = read_rows(recipe)
     else:
@@ -147,10 +150,11 @@ def fits(recipe, source, args) -> int:
     chosen = recipe.model.parallel
     if chosen == "auto" and available is not None and found.total > available and not_split(recipe) is None:
         chosen = "fsdp"
-    if chosen == "fsdp" and args.processes > 1 and recipe.data.runs_target:
+    if chosen in ("fsdp", "tensor") and args.processes > 1 and recipe.data.runs_target:
         shards = recipe.model.shards or args.processes
         found = replace(found, target=split_share(recipe, config, found.target, shards))
-        print(f"split        the target's layers over {shards} processes (FSDP2), two layers gathered at a time")
+        how = "FSDP2), two layers gathered at a time" if chosen == "fsdp" else "tensor parallelism)"
+        print(f"split        the target's layers over {shards} processes ({how}")
     print(f"memory       {found.line()}")
     if available is None:
         return 0

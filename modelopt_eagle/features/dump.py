@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from modelopt_eagle.features.pictures import has_images, refuse_images
 from modelopt_eagle.features.store import SHARD_BYTES, StoreWriter, bytes_per_token, dataset_hash
 from modelopt_eagle.features.store.manifest import is_store, read_manifests
 from modelopt_eagle.features.store.sharing import PrefixIndex
+from modelopt_eagle.target.shards import together
 
 
 class BackEnd(Protocol):
@@ -55,6 +57,10 @@ class TargetBackEnd:
         self.end_token_ids = target.end_token_ids
         self.window = getattr(target.config, "max_position_embeddings", None)
         self.contract = FeatureContract.from_target(target, aux_layer_ids)
+
+    def together(self) -> AbstractContextManager:
+        """What the target's forward passes must run in, see :func:`~modelopt_eagle.target.shards.together`."""
+        return together(self._target)
 
     def features(self, rows: Sequence) -> Iterator[tuple[int, FeatureRow]]:
         """See :class:`BackEnd`."""

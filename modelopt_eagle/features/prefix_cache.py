@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelopt_eagle.common.dtypes import STATE_DTYPES, dtype_name
 from modelopt_eagle.target.model import TargetOutput
+from modelopt_eagle.target.shards import Turns
 
 LEAST_TOKENS = 8
 """A shorter prefix is not worth a cache."""
@@ -103,6 +104,8 @@ def find_common_prefix(target, rows: Sequence, aux_layer_ids: Sequence[int]) -> 
     """
     if any(getattr(row, "images", None) is not None for row in rows):
         return None  # the same placeholders stand for other images
+    if isinstance(turns := getattr(target, "lockstep", None), Turns) and turns.active:
+        return None  # a cache lies in parts in all processes, and each has another prefix
     length = common_length(rows)
     longest = max(rows, key=lambda row: len(row.input_ids))
     if length < LEAST_TOKENS or length * (len(rows) - 1) < 2 * len(longest.input_ids):

@@ -145,7 +145,7 @@ class Recipe(Section):
     def _check_split_target(self) -> None:
         """A split target is run by all of its processes together."""
         kind, device = self.model.parallel, self.model.device
-        if kind != "fsdp":
+        if kind in ("none", "auto"):
             need(
                 self.model.shards is None or kind == "auto",
                 "model.shards says how many processes hold a split target, and model.parallel is none: leave it out",

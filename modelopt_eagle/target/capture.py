@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from modelopt_eagle.errors import TargetError
+from modelopt_eagle.target.shards import for_another
 
 
 class LayerCapture:
@@ -16,7 +17,8 @@ class LayerCapture:
     Layer k's value is the residual-complete OUTPUT of layer k, 0-based: what the layer returns, before anything that
     the model adds between two layers. A layer that returns ``(hidden, residual)``, two tensors of one shape, gives
     their sum. The values are copied, so later in-place changes do not reach them. The hooks are removed on exit,
-    also after an exception. Passes that other threads run through the same model are not looked at.
+    also after an exception. Passes that other threads run through the same model, and those that are run for another
+    process, are not looked at.
 
     Args:
         backbone: the module whose forward runs the layers.
@@ -94,7 +96,7 @@ class LayerCapture:
 
     def _hook(self, slot: int, layer_id: int):
         def hook(module, arguments, output) -> None:
-            if threading.get_ident() != self._thread:
+            if threading.get_ident() != self._thread or for_another():
                 return
             hidden = self._hidden(output, layer_id)  # [B,S,Ht]
             self._missing.discard(layer_id)

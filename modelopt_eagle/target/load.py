@@ -19,9 +19,10 @@ from modelopt_eagle.target.checkpoint_files import content_revision, hub_file
 from modelopt_eagle.target.gguf import convert_gguf, convert_quickstart
 from modelopt_eagle.target.identity import local_name
 from modelopt_eagle.target.model import Target
-from modelopt_eagle.target.shards import Shards, check_quantised
-from modelopt_eagle.target.split import build_empty, load_split
+from modelopt_eagle.target.shards import Shards
+from modelopt_eagle.target.split import build_empty, check_split, load_split
 from modelopt_eagle.target.stops import read_generation_config
+from modelopt_eagle.target.tensor_parallel import check_slices
 from modelopt_eagle.target.vision import vision_of
 
 _DTYPES = {**MODEL_DTYPES, "auto": "auto"}
@@ -58,8 +59,8 @@ def load_target(
         the target, its model in evaluation mode and without gradients.
 
     Raises:
-        TargetError: nothing there, incomplete, quantised and to be split, not a causal language model (by its class, or
-            because its states change with later tokens), of an unknown type, or without something that a head needs,
+        TargetError: nothing there, incomplete, not to be split so, not a causal language model (by its class, or as
+            its states change with later tokens), of an unknown type, or without something that a head needs,
             see :meth:`~modelopt_eagle.target.model.Target.check_usable`.
     """
     if dtype not in _DTYPES:
@@ -80,7 +81,7 @@ def load_target(
     if spread:
         arguments["device_map"] = "auto"
     if shards is not None:
-        check_quantised(name, config)
+        check_split(name, model_class, config, shards, trust_remote_code)
         model = load_split(
             lambda: _read_weights(model_class, name, place, arguments),
             lambda described: build_empty(model_class, config, described, trust_remote_code),
@@ -103,6 +104,8 @@ def load_target(
     )
     if attn_implementation == "sdpa" and getattr(target.config, "_attn_implementation", None) == "eager":
         say(f"target: {type(model).__name__} has no attention by SDPA in this transformers: it runs eager")
+    if shards is not None and shards.kind == "tensor":
+        check_slices(target)
     target.check_usable()
     return target
 

@@ -20,7 +20,7 @@ from modelopt_eagle.target.capture import LayerCapture
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
 from modelopt_eagle.target.parts import find_parts
-from modelopt_eagle.target.shards import Lockstep, Shards
+from modelopt_eagle.target.shards import Shards, for_another, lockstep_of
 from modelopt_eagle.target.stops import find_end_token_ids
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Target:
         self.hidden_size = self.config.hidden_size
         self.vocab_size = self.lm_head_weight.shape[0]
         self.shards = shards
-        self.lockstep = None if shards is None else Lockstep(self.parts.backbone, shards, self.device)
+        self.lockstep = None if shards is None else lockstep_of(self.parts.backbone, shards, self.device)
         self._final_checked = self._usable = False
 
     def __repr__(self) -> str:
@@ -337,7 +337,9 @@ class Target:
         normed: list[Tensor] = []
         handle = None
         if not self._final_checked:
-            handle = self.final_norm.register_forward_hook(lambda module, inputs, output: normed.append(output))
+            handle = self.final_norm.register_forward_hook(
+                lambda module, inputs, output: None if for_another() else normed.append(output)
+            )
         try:
             final_hidden = self.parts.backbone(**arguments)[0]  # [B,S,Ht]
         finally:

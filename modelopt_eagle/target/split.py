@@ -1,4 +1,4 @@
-"""Loading a target so that each process keeps its slices of the decoder layers, by FSDP2.
+"""Loading a target so that each process keeps its slices of the decoder layers, by FSDP2 or tensor parallelism.
 
 The first process reads the checkpoint as ever, with whatever transformers converts on the way, into its main memory.
 The others build the model without memory for its parameters. Then layer after layer goes to all devices and is cut
@@ -20,7 +20,8 @@ from modelopt_eagle.common.package import require_extra
 from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 from modelopt_eagle.target.parts import TargetParts, find_parts
-from modelopt_eagle.target.shards import Shards
+from modelopt_eagle.target.shards import Shards, check_quantised
+from modelopt_eagle.target.tensor_parallel import check_plan, cut, is_cut, plan_of_layers
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,26 @@ def load_split(load: Callable[[], nn.Module], build: Callable[[Described], nn.Mo
     return _cut(model, told[0], shards, torch.device(device))
 
 
+def check_split(name: object, model_class, config, shards: Shards, trust_remote_code: bool = False) -> None:
+    """Refuse a target that cannot be split so, from its configuration alone.
+
+    Raises:
+        TargetError: its weights are quantised, or transformers has no plan for them.
+    """
+    check_quantised(name, config)
+    if shards.kind == "tensor":
+        model = without_memory(model_class, config, trust_remote_code)
+        check_plan(name, model, config.get_text_config(decoder=True), _parts_of(model).names["layers"], shards.size)
+
+
+def without_memory(model_class, config, trust_remote_code: bool = False) -> Any:
+    """The model of a configuration, its parameters without memory and tied as ever."""
+    with torch.device("meta"):
+        model = model_class.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return model
+
+
 def build_empty(model_class, config, described: Described, trust_remote_code: bool) -> nn.Module:
     """The model without memory for its parameters; buffers are made as ever."""
     from accelerate import init_empty_weights
@@ -112,19 +133,24 @@ def _cut(model: Any, described: Described, shards: Shards, device: torch.device)
     parts = _parts_of(model)
     waiting = list(described.tensors)
     options = {"mesh": shards.mesh, "reshard_after_forward": True}
+    plan = plan_of_layers(model, parts.names["layers"]) if shards.kind == "tensor" else {}
     for number, layer in enumerate(parts.layers):
         prefix = f"{parts.names['layers']}.{number}."
         inside = [held for held in waiting if held.names[0].startswith(prefix)]
         waiting = [held for held in waiting if not held.names[0].startswith(prefix)]
         _send(model, inside, device)
-        fully_shard(layer, ignored_params=_single(layer), **options)
+        if shards.kind == "tensor":
+            cut(model, {name: style for name, style in plan.items() if name.startswith(prefix)}, shards.mesh)
+        else:
+            fully_shard(layer, ignored_params=_single(layer), **options)
     _send(model, waiting, device)
     if left := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]:
         raise TargetError(
             f"{type(model).__name__} has {left[0]} here and not in the first process: are the versions of transformers "
             "the same on all machines?"
         )
-    fully_shard(parts.backbone, ignored_params=_whole(parts) | _single(parts.backbone), **options)
+    if shards.kind == "fsdp":
+        fully_shard(parts.backbone, ignored_params=_whole(parts) | _single(parts.backbone), **options)
     return model
 
 
@@ -168,16 +194,24 @@ def _single(module: nn.Module) -> set[nn.Parameter]:
 
 def weight_bytes(model_class, config, dtype: torch.dtype, trust_remote_code: bool = False) -> int:
     """Bytes of a target's parameters in a dtype, from its configuration alone."""
-    with torch.device("meta"):
-        model = model_class.from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    return sum(p.numel() for p in without_memory(model_class, config, trust_remote_code).parameters()) * dtype.itemsize
 
 
 def layer_shares(model_class, config, trust_remote_code: bool = False) -> tuple[int, int, int]:
     """Parameters of all decoder layers, of the largest one, and of the whole target, from its configuration alone."""
-    with torch.device("meta"):
-        model = model_class.from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
+    model = without_memory(model_class, config, trust_remote_code)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in _parts_of(model).layers]
     return sum(sizes), max(sizes), sum(p.numel() for p in model.parameters())
+
+
+def tensor_shares(name: object, model_class, config, size: int, trust_remote_code: bool = False) -> tuple[int, int]:
+    """Parameters of the decoder layers that tensor parallelism cuts, and of the whole target, from its configuration.
+
+    Raises:
+        TargetError: see :func:`~modelopt_eagle.target.tensor_parallel.check_plan`.
+    """
+    model = without_memory(model_class, config, trust_remote_code)
+    text = config.get_text_config(decoder=True)
+    plan = check_plan(name, model, text, _parts_of(model).names["layers"], size)
+    cut_ones = sum(p.numel() for key, p in model.named_parameters() if is_cut(plan.get(key), p))
+    return cut_ones, sum(p.numel() for p in model.parameters())

@@ -29,7 +29,6 @@ from modelopt_eagle.features.offline import OfflineSource
 from modelopt_eagle.features.store import StoreReader, dataset_hash
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.like import RunningTarget, TableTarget
-from modelopt_eagle.target.shards import together
 from modelopt_eagle.training.acceptance import EvaluationFiles
 from modelopt_eagle.training.budget import RunBudget
 from modelopt_eagle.training.given import Given
@@ -331,7 +330,7 @@ def _cached(
             bar.resize(max(missing, 1))
 
     back_end = TargetBackEnd(target, aux_layer_ids)
-    with together(target):
+    with back_end.together():
         dump(
             back_end, rows, folder, dtype=back_end.contract.dtype if target.dtype == torch.float32 else "bfloat16",
             worker=(accelerator.process_index, accelerator.num_processes), shard_bytes=CACHE_SHARD_BYTES,

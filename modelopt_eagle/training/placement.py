@@ -14,7 +14,7 @@ from modelopt_eagle.errors import EagleError, RecipeError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.load import causal_class, load_config, resolve
 from modelopt_eagle.target.shards import Shards
-from modelopt_eagle.target.split import layer_shares, weight_bytes
+from modelopt_eagle.target.split import layer_shares, tensor_shares, weight_bytes
 
 ROOM = 0.8
 """Share of a device's memory that the target and what is trained may take; the rest is for features and a step."""
@@ -49,13 +49,7 @@ def place_target(recipe: Recipe, accelerator: Any, given: bool = False) -> Place
             target is split.
     """
     kind, world = recipe.model.parallel, accelerator.num_processes
-    shares = recipe.data.runs_target and not given and (world > 1 or kind == "fsdp")
-    if recipe.model.shards is not None and not shares:
-        why = "there is one" if world == 1 else "the target is given" if given else "this run does not load the target"
-        raise RecipeError(
-            f"model.shards is {recipe.model.shards}, which says how many processes hold a split target, and {why}: "
-            "leave it out"
-        )
+    check_shards(recipe, world, given)
     if kind == "none" or given or not recipe.data.runs_target:
         return Placement()
     if world == 1:
@@ -73,12 +67,32 @@ def place_target(recipe: Recipe, accelerator: Any, given: bool = False) -> Place
         if not fits and (against := not_split(recipe)):
             fits, reason = True, f"{reason}, and {against}"
         if fits:
-            return Placement(None, reason)
+            unread = "" if recipe.model.shards is None else f", so model.shards: {recipe.model.shards} has no effect"
+            return Placement(None, f"{reason}{unread}")
         kind = "fsdp"
     size = recipe.model.shards or world
-    if world % size or size == 1:
-        raise RecipeError(f"model.shards is {size}, and there are {world} processes: choose a divisor of that above 1")
     return Placement(Shards.make(kind, size, accelerator.device.type), reason)
+
+
+def check_shards(recipe: Recipe, processes: int, given: bool = False) -> None:
+    """Refuse a ``model.shards`` that nothing reads, or that so many processes cannot be grouped by.
+
+    Raises:
+        RecipeError: no target is split, or the number does not divide the processes.
+    """
+    size, asked = recipe.model.shards, recipe.model.parallel in ("fsdp", "tensor")
+    if size is None:
+        return
+    if given or not recipe.data.runs_target or (processes == 1 and not asked):
+        one = "there is one" if processes == 1 else "this run does not load the target"
+        why = "the target is given" if given and processes > 1 else one
+        raise RecipeError(
+            f"model.shards is {size}, which says how many processes hold a split target, and {why}: leave it out"
+        )
+    if processes > 1 and (processes % size or size == 1):
+        raise RecipeError(
+            f"model.shards is {size}, and there are {processes} processes: choose a divisor of that above 1"
+        )
 
 
 def not_split(recipe: Recipe) -> str | None:
@@ -141,16 +155,25 @@ def whole_fits(recipe: Recipe, device: torch.device, alone: bool = False) -> tup
 
 
 def split_share(recipe: Recipe, config: Any, target: int, shards: int) -> int:
-    """Bytes of a split target on a device: its slices of the layers, two whole layers, and all that is not cut.
+    """Bytes of a split target on a device: its slices of the layers and all that is not cut.
+
+    With FSDP2 two whole layers are there beside the slices: one runs, and the next is gathered.
 
     Args:
         recipe: of the run.
         config: the target's, of transformers.
         target: bytes of a whole copy.
         shards: the processes that hold a copy together.
+
+    Raises:
+        TargetError: ``model.parallel`` is ``tensor``, and transformers has no plan for so many processes.
     """
-    kind = causal_class(config, recipe.model.base_model, recipe.model.trust_remote_code)
-    layers, largest, every = layer_shares(kind, config, recipe.model.trust_remote_code)
+    model = recipe.model
+    kind = causal_class(config, model.base_model, model.trust_remote_code)
+    if model.parallel == "tensor":
+        parts, every = tensor_shares(model.base_model, kind, config, shards, model.trust_remote_code)
+        return round(target * (every - parts + parts / shards) / every)
+    layers, largest, every = layer_shares(kind, config, model.trust_remote_code)
     gathered = layers / shards + min(2 * largest, layers)
     return round(target * min(1.0, (every - layers + gathered) / every))
 

@@ -42,9 +42,10 @@ def check_launch(environment: Mapping[str, str]) -> None:
     for variable, name in SHARDING.items():
         if environment.get(variable, "false").lower() in ("true", "1"):
             raise TrainingError(
-                f"accelerate is set to {name}, and a recipe says how things are split here: model.parallel=fsdp splits "
-                "the target, training.context_parallel shares long sequences, the head stays whole. Launch without it "
-                "(accelerate launch --multi_gpu --num_processes N, or torchrun), or set it off in `accelerate config`"
+                f"accelerate is set to {name}, and a recipe says how things are split here: model.parallel=fsdp or "
+                "tensor splits the target, training.context_parallel shares long sequences, the head stays whole. "
+                "Launch without it (accelerate launch --multi_gpu --num_processes N, or torchrun), or set it off in "
+                "`accelerate config`"
             )
     if (steps := environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) not in ("1", "auto"):
         raise TrainingError(

@@ -45,7 +45,7 @@ def launch(*arguments, script=SCRIPT, processes=2, well=True):
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300
+        [*command, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=900
     )
     assert (done.returncode == 0) == well, done.stderr[-3000:]
     return done.stdout + done.stderr

@@ -185,10 +185,19 @@ def test_a_split_target_is_estimated_in_slices(tiny_target, tiny_target_dir, tmp
     for shards in (2, 4):
         expected = every - 4 * sum(layers) + 4 * sum(layers) / shards + 4 * 2 * max(layers)
         assert split_share(recipe, tiny_target.model.config, every, shards) == pytest.approx(min(every, expected))
+    norms = 4 * sum(p.numel() for layer in tiny_target.parts.layers for p in layer.parameters() if p.dim() == 1)
+    recipe = load_recipe(None, [f"model.base_model={tiny_target_dir}", "model.parallel=tensor"])
+    expected = every - (4 * sum(layers) - norms) / 2  # nothing is gathered, and norms are whole
+    assert split_share(recipe, tiny_target.model.config, every, 2) == pytest.approx(expected)
     command = ["--base_model", str(tiny_target_dir), "--data", str(data), "--recipe", "eagle3", "--gflops", "1",
                "--processes", "4", "eagle.draft_vocab_size=64"]  # fmt: skip
     assert run_command("estimate", [*command, "model.parallel=fsdp", "--memory", "1"]) == 0
     assert "split        the target's layers over 4 processes" in capsys.readouterr().out
+    shared = [*command, "model.parallel=tensor", "model.shards=2", "--memory", "1"]
+    assert run_command("estimate", shared) == 0
+    assert "split        the target's layers over 2 processes (tensor parallelism)" in capsys.readouterr().out
+    assert run_command("estimate", [*command, "model.shards=3", "--memory", "1"]) == 2
+    assert "model.shards is 3, and there are 4 processes" in capsys.readouterr().err
     assert run_command("estimate", [*command, "--memory", "1"]) == 0
     assert "split  " not in capsys.readouterr().out  # a copy fits
     assert run_command("estimate", [*command, "--memory", "0.0001"]) == 1

@@ -3,13 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers import GPT2Config, GptOssConfig, LlamaConfig
 
+from modelopt_eagle.cli.dump import main as dump
 from modelopt_eagle.errors import RecipeError, TargetError
+from modelopt_eagle.features.store import StoreReader
 from modelopt_eagle.pipeline import why_unmeasured
 from modelopt_eagle.target import load_target
 from modelopt_eagle.target.split import layer_shares, weight_bytes
@@ -50,6 +54,35 @@ def test_a_split_target_gives_the_states_of_a_whole_one(found):
         assert states["same"] and states["logits"] and states["identity"] and states["ends"]
 
 
+def test_a_target_in_tensor_parts_gives_the_states_of_a_whole_one(found):
+    """Sums of parts are rounded in another order."""
+    for parts in (part["parts"] for part in found):
+        assert 0 < parts["difference"] < 1e-5
+        assert parts["identity"] and parts["ends"] and parts["last"]
+
+
+def test_a_process_runs_its_own_rows_though_each_computes_a_part_of_every_pass(found):
+    """Two texts of the two and one that both asked for, which is run once."""
+    for parts in (part["parts"] for part in found):
+        assert parts["own"]["difference"] < 1e-5 and parts["own"]["passes"] == 3
+    assert all(part["states"]["own"] == {"difference": 0.0, "passes": 2} for part in found)
+
+
+def test_tensor_parts_of_the_layers_are_half_but_for_the_norms(found):
+    norms = 8 * 2 * 64 * 4  # bytes, of eight layers
+    for parts in (part["parts"] for part in found):
+        own, whole = parts["layers"]
+        assert own - norms == (whole - norms) // 2
+        assert parts["memory"] == own - norms  # no part is a view that keeps its whole
+
+
+def test_a_plan_that_is_wrong_for_its_family_is_refused_at_load(found):
+    for part in found:
+        broken, other = part["wrong"]
+        assert "transformers' plan of tensor parallelism for LlamaForCausalLM does not run over 2 processes" in broken
+        assert "LlamaForCausalLM changes what layer 0 gives" in other and "model.parallel: fsdp" in other
+
+
 def test_each_process_holds_half_of_the_layers(found):
     for states in (found[0]["states"], found[1]["states"]):
         own, whole = states["layers"]
@@ -59,10 +92,12 @@ def test_each_process_holds_half_of_the_layers(found):
 
 def test_processes_with_unequal_passes_leave_together(found):
     assert [part["states"]["uneven"] for part in found] == [3, 1]
+    assert [part["parts"]["uneven"] for part in found] == [3, 1]
 
 
-def test_a_failure_in_one_process_is_told_by_all(found):
-    first, second = (part["states"]["failed"] for part in found)
+@pytest.mark.parametrize("kind", ["states", "parts"])
+def test_a_failure_in_one_process_is_told_by_all(found, kind):
+    first, second = (part[kind]["failed"] for part in found)
     assert second == "row 7 is broken"
     assert first == "process 1 failed, so all end: EagleError: row 7 is broken"
 
@@ -76,6 +111,86 @@ def test_training_with_a_split_target_is_training_with_copies(folder, found):
     assert ours["evaluations"] == whole["evaluations"]
 
 
+@pytest.fixture(scope="module")
+def one(tiny_target_dir, data, tmp_path_factory):
+    """The same training in one process: where it lies, and its result."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    return folder, train(recipe(tiny_target_dir, data, folder, "training.gradient_accumulation_steps=4"))
+
+
+def assert_as_one(ours, entry, one, close=1e-5, learned=1e-5):
+    """Losses, weights and evaluation of a run of two processes are those of one.
+
+    Adam divides a gradient by its own size: where sums are in another order, weights may be apart by more than losses.
+    """
+    run, theirs = one
+    for found, wanted in zip(entry["history"], theirs.history, strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=close)
+    for name, tensor in weights(run).items():
+        torch.testing.assert_close(weights(ours)[name], tensor, rtol=learned, atol=learned, msg=name)
+    last, wanted = entry["evaluations"][-1], theirs.evaluations[-1]
+    assert last["acceptance_length"] == wanted["acceptance_length"]
+    assert last["drawn_length"] == pytest.approx(wanted["drawn_length"], abs=close)
+
+
+def test_training_with_tensor_parts_is_training_in_one_process(folder, found, one):
+    assert_as_one(folder / "tensor", found[0]["tensor"], one, learned=1e-4)
+
+
+def test_a_stopped_run_with_tensor_parts_goes_on_bit_for_bit(folder, found):
+    whole, resumed = weights(folder / "tensor"), weights(folder / "stopped")
+    assert found[0]["stopped"] == 3 and all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("name", "more"), [("shared", ()), ("adapted", ("target_lora.rank=2",))])
+def test_processes_that_share_each_batch_train_as_one(folder, found, tiny_target_dir, data, tmp_path, name, more):
+    """The target runs a row in tensor parts, over the heads; or with adapters, whole in each process."""
+    run = tmp_path / "run"
+    alone = train(recipe(tiny_target_dir, data, run, "training.max_steps=6", *more))
+    assert_as_one(folder / name, found[0][name], (run, alone), close=1e-4, learned=1e-4)
+    assert "each batch is shared by 2" in "".join(found[0][name]["header"])
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_target_dir, data, tmp_path_factory):
+    """A store that two workers with copies have filled, one after the other."""
+    store = tmp_path_factory.mktemp("workers") / "store"
+    for worker in ("0/2", "1/2"):
+        options = ["--output-dir", str(store), "--shard", worker, "--dtype", "float32"]
+        assert dump(["--model", str(tiny_target_dir), "--input-file", str(data), *options]) == 0
+    return StoreReader(store)
+
+
+@pytest.mark.parametrize(("kind", "close"), [("fsdp", 0.0), ("none", 0.0), ("tensor", 1e-5)])
+def test_processes_dump_a_split_target_as_workers_with_copies(folder, workers, kind, close):
+    """Launched processes are workers by themselves; rows alike bit for bit, but for the order of sums."""
+    store = StoreReader(folder / f"dump-{kind}")
+    assert store.contract == workers.contract and store.dataset_hash == workers.dataset_hash
+    assert list(store.indices) == list(workers.indices) == list(range(11))
+    assert len(list((folder / f"dump-{kind}").glob("manifest*.json"))) == 2
+    for number in range(11):
+        ours, theirs = store.row(number), workers.row(number)
+        for name in ("aux_hidden", "final_hidden", "input_ids", "target_top1", "target_logsumexp"):
+            found, wanted = getattr(ours, name), getattr(theirs, name)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=close * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "says"),
+    [
+        (["--parallel", "tensor"], 1, "--parallel tensor splits the target over processes, and there is one"),
+        (["--shards", "2"], 2, "--shards says how many processes hold a split target: give --parallel"),
+        (["--parallel", "fsdp", "--shards", "3"], 4, "--shards is 3, and there are 4 processes"),
+        (["--parallel", "fsdp", "--device", "cuda:1"], 2, "each process takes its own device"),
+        (["--shard", "0/2"], 2, "so does its place among the 2 processes that were launched"),
+    ],
+)
+def test_a_dump_that_cannot_be_split_so_is_refused_in_a_line(tmp_path, monkeypatch, capsys, options, processes, says):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert dump(["--model", "no-such", "--input-file", "d", "--output-dir", str(tmp_path / "s"), *options]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
 def test_two_processes_fill_a_store_by_a_split_target_with_unequal_shares(folder, found):
     """Six rows and five; the batches are others than in the step, so the last bits may differ."""
     stored = found[0]["stored"]["history"]
@@ -86,15 +201,8 @@ def test_two_processes_fill_a_store_by_a_split_target_with_unequal_shares(folder
     assert sorted(len(shard["indices"]) for share in shares for shard in share["shards"]) == [5, 6]
 
 
-def test_training_with_a_split_target_is_training_in_one_process(folder, found, tiny_target_dir, data, tmp_path):
-    one = train(recipe(tiny_target_dir, data, tmp_path / "one", "training.gradient_accumulation_steps=4"))
-    for ours, theirs in zip(found[0]["split"]["history"], one.history, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-    for name, tensor in weights(tmp_path / "one").items():
-        torch.testing.assert_close(weights(folder / "split")[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
-    ours, theirs = found[0]["split"]["evaluations"][-1], one.evaluations[-1]
-    assert ours["acceptance_length"] == theirs["acceptance_length"]
-    assert ours["drawn_length"] == pytest.approx(theirs["drawn_length"], abs=1e-5)
+def test_training_with_a_split_target_is_training_in_one_process(folder, found, one):
+    assert_as_one(folder / "split", found[0]["split"], one)
 
 
 def test_the_header_says_how_the_target_lies(found):
@@ -103,6 +211,8 @@ def test_the_header_says_how_the_target_lies(found):
         "processes: 2 on cpu, each with the whole head; the target is split by FSDP2 over 2 "
         "(0.7 MiB of 1.3 MiB in each)"
     )
+    (line,) = [line for line in found[0]["tensor"]["header"] if line.startswith("processes")]
+    assert "the target is split by tensor parallelism over 2 (0.7 MiB of 1.3 MiB in each)" in line
 
 
 @pytest.mark.parametrize(
@@ -130,8 +240,9 @@ def test_a_process_that_fails_ends_the_other_with_one_message(tiny_target_dir, d
     ],
 )
 def test_what_a_split_target_cannot_do_is_refused_in_the_recipe(tmp_path, more, says):
-    with pytest.raises(RecipeError, match=says):
-        small_recipe("quickstart", "d", tmp_path, "model.parallel=fsdp", *more)
+    for kind in ("fsdp", "tensor"):
+        with pytest.raises(RecipeError, match=f"model.parallel: {kind}.*{says}"):
+            small_recipe("quickstart", "d", tmp_path, f"model.parallel={kind}", *more)
 
 
 class Launched:
@@ -151,6 +262,8 @@ def test_auto_splits_what_does_not_fit_each_process(tiny_target_dir, tmp_path, m
     chosen = placement.place_target(small_recipe(tiny_target_dir, "d", tmp_path), Launched())
     assert chosen.shards is None and not made
     assert chosen.reason == "a copy takes 1.3 MiB and the head 0.9 MiB of 3.0 MiB each, of which 80% may be used"
+    chosen = placement.place_target(small_recipe(tiny_target_dir, "d", tmp_path, "model.shards=2"), Launched())
+    assert chosen.reason.endswith("may be used, so model.shards: 2 has no effect")
     monkeypatch.setattr(placement, "device_memory", lambda device, processes: 2 * 2**20)
     assert placement.place_target(small_recipe(tiny_target_dir, "d", tmp_path), Launched()).shards == "shards"
     assert made == [("fsdp", 2, "cpu")]
@@ -202,3 +315,27 @@ def test_bytes_of_a_target_count_tied_tables_once_and_know_its_largest_layer():
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     assert max(layers) == layers[2] > layers[0]
     assert layer_shares(kind, mixed) == (sum(layers), layers[2], sum(p.numel() for p in model.parameters()))
+
+
+def config_only(config, folder):
+    """A target's folder without weights."""
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "says"),
+    [
+        (GPT2Config(n_layer=2, n_embd=32, n_head=2), 2, "no plan of tensor.* for the layers of GPT2LMHeadModel"),
+        (GptOssConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_local_experts=2, vocab_size=64), 2,
+         "no plan of tensor.* for the layers of GptOssForCausalLM"),
+        (LlamaConfig(num_hidden_layers=2, hidden_size=48, num_attention_heads=6, num_key_value_heads=3, vocab_size=64),
+         2, "num_key_value_heads is 3, which 2 processes cannot share"),
+    ],
+)  # fmt: skip
+def test_what_no_plan_cuts_is_refused_by_name_before_anything_is_loaded(tmp_path, config, processes, says):
+    """There are no weights in the folder, and no other process."""
+    shards = SimpleNamespace(kind="tensor", size=processes)
+    with pytest.raises(TargetError, match=says) as refused:
+        load_target(config_only(config, tmp_path / "target"), shards=shards)
+    assert "model.parallel: fsdp" in str(refused.value)

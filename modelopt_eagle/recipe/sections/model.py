@@ -26,10 +26,11 @@ class ModelSection(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "sdpa", description="The target's attention in transformers; a family that has no `sdpa` there runs `eager`."
     )
-    parallel: Literal["auto", "none", "fsdp"] = Field(
+    parallel: Literal["auto", "none", "fsdp", "tensor"] = Field(
         "auto",
-        description="How several processes hold the target: a copy in each (`none`), or its layers in slices that are "
-        "gathered to run (`fsdp`); `auto`: `none` where a copy fits each device, else `fsdp`.",
+        description="How several processes hold the target: a copy in each (`none`), its layers in slices that are "
+        "gathered to run (`fsdp`), or in slices that each compute a part of every pass (`tensor`, where transformers "
+        "has a plan for its family); `auto`: `none` where a copy fits each device, else `fsdp`.",
     )
     shards: Positive | None = Field(
         None,
