@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelopt_eagle.common.acceptance import paired_difference, pooled_length
-from modelopt_eagle.recipe import dump_resolved, same_recipe
+from modelopt_eagle.recipe import dump_resolved, load_recipe, same_recipe
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
 SCRIPT, CHOICES = (runpy.run_path(str(SCRIPTS / f"{name}.py")) for name in ("drafters", "choices"))
@@ -131,9 +131,7 @@ def test_choices_are_held_against_the_drafters_heads(choices):
         assert (other["difference"], tuple(other["ci95"])) == (expected.difference, expected.ci95)
         assert row["acceptance_length"] == pooled_length(accepted(name, ending))
         assert other["by_seed"][0] == pytest.approx(row["by_seed"][0] - rows[against, draft]["by_seed"][0])
-    assert accepted("lk") != accepted("lk", "-t1")
-    weights = [next((choices / f"{name}-seed0").rglob("model.safetensors")).read_bytes() for name in ("eagle3", "lk")]
-    assert weights[0] != weights[1]  # the losses were told apart
+    assert load_recipe(choices / "lk-seed0" / "recipe.yaml").eagle.loss == "lk"
     speed = rows["lk", "chain 3"]["speed"]
     assert speed["over_the_other"] > 0 and speed["draft_cost"] > 0 and rows["eagle3", "chain 3"]["speed"] is None
 
@@ -150,14 +148,22 @@ def test_choices_are_told_and_drawn(choices):
 
 def test_choices_go_on_and_refuse_another_recipe(choices, folder, monkeypatch, capsys):
     import modelopt_eagle.training
+    import modelopt_eagle.validation
 
+    asked, measure = [], modelopt_eagle.validation.measure_acceptance
+
+    def watched(*given, **options):
+        asked.append((options["sampling"].temperature, options["sample_drafts"], options["seed"]))
+        return measure(*given, **options)
+
+    monkeypatch.setattr(modelopt_eagle.validation, "measure_acceptance", watched)
     monkeypatch.setattr(modelopt_eagle.training, "train", lambda recipe: pytest.fail("it was trained already"))
     gone, text = choices / "lk-seed1/answers-chain-3-t1.json", (choices / "choices.md").read_text()
     before = gone.read_text()
     gone.unlink()
     given = command(folder, heads=("--choices", "lk", "wide"))
     assert CHOICES["main"](given) == 0
-    assert gone.read_text() == before and (choices / "choices.md").read_text() == text
+    assert asked == [(1.0, True, 1)] and gone.read_text() == before and (choices / "choices.md").read_text() == text
     assert CHOICES["main"]([*given, "eagle.loss_decay=2"]) == 2
     assert CHOICES["main"]([*given[:5], "--minutes", "0", *given[7:]]) == 2
     assert "error: " in capsys.readouterr().err
