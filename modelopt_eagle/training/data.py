@@ -32,6 +32,7 @@ from modelopt_eagle.target.like import RunningTarget, TableTarget
 from modelopt_eagle.training.acceptance import EvaluationFiles
 from modelopt_eagle.training.budget import RunBudget
 from modelopt_eagle.training.given import Given
+from modelopt_eagle.training.prechecks import check_evaluations
 from modelopt_eagle.training.shared_rows import RowsOfARun
 
 CACHE_SHARD_BYTES = 32 * 2**20
@@ -263,7 +264,7 @@ def from_target(
     split = split_rows(recipe, target, given or Given(), shared)
     for line in split.header:
         say(line)
-
+    check_evaluations(recipe, any(split.held_out.values()))  # before features are made
     if check is not None and recipe.data.cache_features != "none":
         check(OnlineSource(target, split.train, aux_layer_ids))
 

@@ -180,6 +180,19 @@ def check_files(recipe: Recipe, state: dict) -> None:
         )
 
 
+def check_evaluations(recipe: Recipe, held_out: bool) -> None:
+    """Refuse a count of evaluations where nothing is held out to make them on.
+
+    Raises:
+        RecipeError: see above.
+    """
+    if recipe.training.early_stopping is not None and not held_out:
+        raise RecipeError(
+            "training.early_stopping counts evaluations, and there is no row to evaluate on: give data.eval_path, more "
+            "rows, or set early_stopping to null"
+        )
+
+
 def check_vocabulary_size(recipe: Recipe, target: TableTarget) -> None:
     """Refuse a draft vocabulary that cannot be made, before features are.
 

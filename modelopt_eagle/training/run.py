@@ -38,6 +38,7 @@ from modelopt_eagle.training.memory import check_weights, memory_line
 from modelopt_eagle.training.own_share import own_share, own_share_line
 from modelopt_eagle.training.placement import Placement, gib, place_target
 from modelopt_eagle.training.prechecks import (
+    check_evaluations,
     check_launch,
     check_read,
     check_sizes,
@@ -269,11 +270,7 @@ def assemble(recipe: Recipe, accelerator, say: Callable[[str], None], given: Giv
         "vocabulary": hashlib.sha256(str(head.target_ids.tolist()).encode()).hexdigest()[:16],
         **({"files": data_files(recipe)} if given.data is None else {}),
     }
-    if recipe.training.early_stopping is not None and data.held_out is None:
-        raise RecipeError(
-            "training.early_stopping counts evaluations, and there is no row to evaluate on: give data.eval_path, more "
-            "rows, or set early_stopping to null"
-        )
+    check_evaluations(recipe, data.held_out is not None)
     account = {**data.report.to_dict(), "lengths": length_spread(data.train.lengths)}
     return Run(step, data.train, data.held_out, provenance, header, adapter, account, seconds)
 

@@ -114,7 +114,9 @@ def test_a_revision_of_a_local_folder_is_refused(tiny_target_dir):
         load_target(tiny_target_dir, revision="abc")
 
 
-def test_early_stopping_without_rows_to_evaluate_on_is_refused(tiny_target_dir, data, tmp_path):
+def test_early_stopping_without_rows_to_evaluate_on_is_refused(tiny_target_dir, data, tmp_path, monkeypatch):
+    """Before features are made, which may take hours."""
+    monkeypatch.setattr("modelopt_eagle.training.data._cached", lambda *given: pytest.fail("features were made"))
     recipe = small_recipe(tiny_target_dir, data, tmp_path, "training.early_stopping=2", "training.eval_steps=2")
     with pytest.raises(RecipeError, match="no row to evaluate on"):
         pipeline.run(recipe, quiet=True)
