@@ -1,5 +1,6 @@
 """The bench with llama.cpp's server started here, by a stand-in for it: the files that it is given and its counters."""
 
+import itertools
 import json
 import shutil
 import sys
@@ -11,6 +12,8 @@ from gguf import GGUFReader, GGUFWriter
 
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.export import convert_checkpoint, export_checkpoint
+from modelopt_eagle.serving import llama_cpp_runner
+from modelopt_eagle.serving.bench import prepare
 from modelopt_eagle.target.tiny import make_tiny_target
 from modelopt_eagle.target.to_gguf import token_numbers, write_out
 from tests.export.conftest import build_head
@@ -35,7 +38,7 @@ for _ in range(6000):
 '''
 
 
-def words_file(path, words=256, width=64, layers=8):
+def words_file(path, words=256, width=64, layers=8, window=512):
     """A target's file by its keys, with a tensor of four-bit blocks; its numbers are never computed with."""
     import numpy as np
     from gguf.constants import GGMLQuantizationType
@@ -45,7 +48,7 @@ def words_file(path, words=256, width=64, layers=8):
     writer.add_vocab_size(words)
     writer.add_embedding_length(width)
     writer.add_block_count(layers)
-    writer.add_context_length(512)
+    writer.add_context_length(window)
     for key, value in token_numbers(words, 2).items():
         writer.add_key_value(key, *value)
     packed = quantize(np.ones((words, width), np.float32), GGMLQuantizationType.Q4_1)
@@ -105,6 +108,35 @@ def test_both_servers_are_started_with_the_files_and_counted(there, capsys):
     assert "--model-draft" not in plain
     assert f"--model-draft {there}/gguf/draft.gguf --spec-type draft-eagle3 --spec-draft-n-max 2" in headed
     assert "--spec-draft-p-min 0" in headed and "starting llama.cpp with the head" in capsys.readouterr().err
+
+
+def test_a_very_long_window_is_not_given_memory(there, tmp_path):
+    file = words_file(tmp_path / "long.gguf", window=131072)
+    job = prepare("llama_cpp", str(file), there / "gguf", tmp_path, num_speculative_tokens=5)
+    assert (job["max_model_len"], job["num_speculative_tokens"]) == (4096, 5) and job["served_name"] == str(file)
+
+
+@pytest.mark.parametrize("threads", [None, "2"])
+def test_the_server_is_told_all_that_its_numbers_hang_on(monkeypatch, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    job = {"model": "m.gguf", "max_model_len": 100, "num_speculative_tokens": 4}
+
+    def told(words):
+        return {word: after for word, after in itertools.pairwise([*words, ""]) if word.startswith("--")}
+
+    plain = told(llama_cpp_runner.options(job, 3))
+    headed = told(llama_cpp_runner.options({**job, "draft": "d.gguf", "draft_options": {"spec_type": "draft-dflash"}}))
+    assert plain | {"--ctx-size": "100", "--parallel": "1"} == {k: v for k, v in headed.items() if k in plain}
+    whole = {"--cache-type-k": "f32", "--cache-type-v": "f32", "--flash-attn": "off", "--fit": "off"}
+    alone = {"--cache-ram": "0", "--ctx-size": "300", "--parallel": "3", "--model": "m.gguf"}
+    assert (whole | alone).items() <= plain.items() and "--offline" in plain and "--model-draft" not in plain
+    of_head = {"--model-draft": "d.gguf", "--spec-type": "draft-dflash", "--spec-draft-n-max": "4"}
+    always = {"--spec-draft-n-min": "0", "--spec-draft-p-min": "0"}  # it drafts as many as asked for, however unsure
+    numbers = {"--spec-draft-type-k": "f32", "--spec-draft-type-v": "f32"}
+    assert headed.items() - plain.items() >= (of_head | always | numbers).items()
+    assert all(plain.get(name) == threads for name in ("--threads", "--threads-batch"))
 
 
 def test_a_server_that_dies_in_the_middle_leaves_what_was_measured_and_its_last_words(there, tmp_path, capsys):
