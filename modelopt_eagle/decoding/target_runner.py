@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.common.modes import evaluating
+from modelopt_eagle.common.text import first_line
 from modelopt_eagle.decoding.capture_buffer import CaptureBuffer
 from modelopt_eagle.decoding.grouped_attention import NAME, lent, query_groups
 from modelopt_eagle.decoding.masks import (
+    STATES,
     attention_kinds,
     causal,
     first_slots,
@@ -68,6 +70,7 @@ class TargetRunner:
         self.groups = query_groups(target) if lend else 1
         self.recurrent = is_recurrent(target.config)
         self.cache = row_cache(target, capacity) if cache is None else cache
+        self._without_mask = [kind for kind in getattr(target.config, "layer_types", None) or () if kind in STATES]
         self._continues = not self.recurrent or continues(target, self._cache_name)
         self._states: list[State] = []  # before the last verification, or after each of its tokens
         self.num_nodes, self.buffer = num_nodes, None
@@ -225,10 +228,21 @@ class TargetRunner:
                 captured = stack.enter_context(
                     self.target.capture(self.aux_layer_ids, into=self.buffer, next_input=next_input)
                 )
-            output = self._call(tokens, masks, positions, more)
+            try:
+                output = self._call(tokens, masks, positions, more)
+            except torch.OutOfMemoryError:
+                raise
+            except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # code of any model
+                raise DecodingError(
+                    f"{self.target.name}: {type(self.model).__name__} cannot read tokens behind a cache by masks of "
+                    f"ours: {type(error).__name__}: {first_line(error)}. A head for it can be trained and exported "
+                    "unmeasured (validation.mode: none)"
+                ) from error
         return output.logits, None if captured is None else captured.aux_hidden
 
     def _call(self, tokens: Tensor, masks, positions: Tensor | None, more: dict):
+        if isinstance(masks, dict):  # the model asks by the kind of each layer; a recurrent one hides nothing
+            masks = dict.fromkeys(self._without_mask) | masks
         return self.model(
             input_ids=tokens,
             attention_mask=masks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import statistics
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 MOST_LAYERS = 1024
 """Layers beyond any head's: a config that names more is damaged, and building them would fill the memory."""
 PER_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-"""Sizes that some targets have one of for each layer; a head takes the last layer's."""
+"""Sizes that some targets have one of for each layer (Gemma 3n, Gemma 4); a head takes that of most layers."""
 LARGEST_SIZE = 2**24
 """A width and a vocabulary beyond any target's; maps and rotary tables are as long as they."""
 
@@ -164,14 +165,21 @@ class DraftConfig:
         text = target_config.get_text_config() if hasattr(target_config, "get_text_config") else target_config
 
         def read(name: str, default=None):
-            value = getattr(text, name, None)
-            value = default if value is None else value
-            return value[-1] if isinstance(value, (list, tuple)) and name in PER_LAYER else value
+            try:
+                value = getattr(text, name, None)
+            except RuntimeError:  # of transformers, where the layers differ: each has a configuration of its own
+                value = [getattr(layer, name, None) for layer in text.per_layer_config]
+            if isinstance(value, (list, tuple)) and name in PER_LAYER:
+                value = statistics.mode(value)
+            return default if value is None else value
 
         needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        missing = [name for name in needed if read(name) is None]
+        missing = [name for name in needed if read(name) is None and not overrides.get(name)]
         if missing:
-            raise TargetError(f"the target's configuration ({type(text).__name__}) does not say {', '.join(missing)}")
+            mends = ": set eagle.num_attention_heads" if missing == ["num_attention_heads"] else ""
+            raise TargetError(
+                f"the target's configuration ({type(text).__name__}) does not say {', '.join(missing)}{mends}"
+            )
         num_layers = int(text.num_hidden_layers)
         ids = default_layer_ids(num_layers) if aux_layer_ids is None else check_layer_ids(
             aux_layer_ids, num_layers)  # fmt: skip
@@ -185,7 +193,7 @@ class DraftConfig:
             intermediate_size=int(read("intermediate_size", 4 * hidden)),
             num_attention_heads=heads,
             num_key_value_heads=int(read("num_key_value_heads", heads)),
-            head_dim=int(read("head_dim", target_hidden // int(read("num_attention_heads")))),
+            head_dim=int(read("head_dim", target_hidden // int(read("num_attention_heads", heads)))),
             rms_norm_eps=float(read("rms_norm_eps", 1e-5)),
             rope_theta=theta,
             rope_scaling=scaling,

@@ -16,6 +16,15 @@ VOCAB = 96
 BASE = dict(LLAMA_SIZES, vocab_size=VOCAB, max_position_embeddings=256)
 KINDS = {
     "lfm2": ("Lfm2", dict(layer_types=["conv", "conv", "full_attention"] * 2, conv_L_cache=3, block_multiple_of=8)),
+    "lfm3, windows": (
+        "Lfm3",
+        dict(
+            layer_types=["conv", "sliding_attention", "full_attention"] * 2,
+            conv_L_cache=3,
+            head_dim=8,
+            sliding_window=8,
+        ),
+    ),
     "qwen3-next": (
         "Qwen3Next",
         dict(

@@ -291,3 +291,25 @@ def test_layers_that_transformers_names_and_nothing_here_reads_are_named_with_th
     config = transformers.DeepseekV32Config(num_hidden_layers=6)
     with pytest.raises(DecodingError, match=r"type indexed_attention \(sparse attention, .* exported unmeasured"):
         attention_kinds(config)
+
+
+def test_layers_that_add_to_the_mask_themselves_run_their_own_attention():
+    """Doge; the attention that is lent takes another shape of mask."""
+    config = transformers.DogeConfig(**{**SIZES, "keep_window_size": 64})
+    torch.manual_seed(3)
+    target = Target(transformers.DogeForCausalLM(config).float().eval(), None, name="doge")
+    target.model.generation_config.eos_token_id = None
+    prompts = [[5, 9, 40, 41], [7, 100, 12]]
+    drafted = PseudoSpeculativeGenerator(target, make_head(target), "tree", topk=2, depth=2).generate(prompts, 12)
+    assert drafted.tokens == PlainGenerator(target).generate(prompts, 12).tokens
+
+
+def test_code_that_fails_on_masks_of_ours_is_a_line(monkeypatch):
+    target = Target(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).float().eval(), None, name="odd")
+
+    def fails(*given, **named):
+        raise KeyError("mamba")
+
+    monkeypatch.setattr(target.layers[2], "forward", fails)
+    with pytest.raises(DecodingError, match="odd: LlamaForCausalLM cannot read tokens .*KeyError: 'mamba'.*mode: none"):
+        PlainGenerator(target).generate([[5, 9, 40]], 4)

@@ -108,12 +108,21 @@ def test_the_processors_clock_ends_a_run_and_wants_a_budget(tiny_target_dir, dat
     assert result.finished and 0 < result.steps <= 2
 
 
-def test_a_target_with_a_width_for_each_layer_gives_the_head_the_last_one():
-    """Gemma 3n lists its feed-forward widths."""
-    config = transformers.Gemma3nTextConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                                            num_hidden_layers=6, intermediate_size=[48] * 5 + [96])  # fmt: skip
-    made = DraftConfig.from_target(config)
-    assert (made.intermediate_size, made.num_key_value_heads, made.head_dim) == (96, 2, 8)
+def test_a_target_whose_layers_differ_gives_the_head_what_most_of_them_have():
+    """Gemma 3n lists its feed-forward widths, Gemma 4 has wider heads in some layers."""
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=6)
+    lists = DraftConfig.from_target(transformers.Gemma3nTextConfig(**sizes, intermediate_size=[96] + [48] * 5))
+    assert (lists.intermediate_size, lists.num_key_value_heads, lists.head_dim) == (48, 2, 8)
+    wider = transformers.Gemma4TextConfig(**sizes, intermediate_size=48, per_layer_config={5: {"head_dim": 16}})
+    made = DraftConfig.from_target(wider)
+    assert (made.intermediate_size, made.num_attention_heads, made.head_dim) == (48, 4, 8)
+
+
+def test_a_target_without_attention_leaves_the_heads_to_the_recipe():
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=6)
+    with pytest.raises(TargetError, match="does not say num_attention_heads: set eagle.num_attention_heads"):
+        DraftConfig.from_target(config)
+    assert DraftConfig.from_target(config, num_attention_heads=4).head_dim == 8
 
 
 @pytest.mark.parametrize("given", [{"num_attention_heads": 6}, {"num_key_value_heads": 3}])
