@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,8 @@ from modelopt_eagle.target import load_target
 from modelopt_eagle.target.tiny import make_tiny_target
 
 HERE = Path(__file__).parent
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one once took 0.8 s for what takes 0.5 ms
+hypothesis.settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
 
 
