@@ -10,7 +10,6 @@ size S x S exists. :func:`dense_column_attention` is the plain reference.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ import torch
 from torch import Tensor
 
 from modelopt_eagle.draft.documents import Documents, upload
+from modelopt_eagle.draft.fused import product_dtype
 from modelopt_eagle.kernels.column_attention import askers_of
 from modelopt_eagle.kernels.column_attention import column_attention as kernel
 from modelopt_eagle.kernels.column_reference import dense_column_attention as dense
 from modelopt_eagle.kernels.column_tiles import supported
-from modelopt_eagle.kernels.dispatch import choose_backend
+from modelopt_eagle.kernels.dispatch import choose_backend, on_gpu
 
 MAX_QUERIES = {"cpu": 64}
 """Queries of a chunk by device: on a CPU its scores should stay in the cache."""
@@ -84,7 +84,7 @@ class QueryPlan:
 
         A chunk has at most ``MAX_QUERIES`` rows and ``MAX_SCORES`` pairs.
         """
-        most = MAX_QUERIES.get(self.rows.device.type, MAX_QUERIES_ELSEWHERE)
+        most = MAX_QUERIES_ELSEWHERE if on_gpu(self.rows.device) else MAX_QUERIES["cpu"]
         known = self if self.host is None else self.host
         ends, begins = known.rows.tolist(), known.starts.tolist()
         chunks: list[tuple[int, int, int, int]] = []
@@ -253,11 +253,7 @@ def column_attention(
 
 def _of_one_dtype(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The tensors in the dtype of the products under autocast, else in the widest of theirs."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    dtype = product_dtype(*tensors)
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 

@@ -19,7 +19,9 @@ from transformers.activations import ACT2FN
 
 from modelopt_eagle.draft.config import DraftConfig
 from modelopt_eagle.draft.decoders import DECODERS
+from modelopt_eagle.draft.fused import product_dtype, trains_by_kernel
 from modelopt_eagle.draft.projections import Projections
+from modelopt_eagle.kernels.norm_concat import norm_concat, supported
 
 
 class GatedMLP(nn.Module):
@@ -46,6 +48,7 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.norm_before_residual = config.norm_before_residual
         width, eps = config.hidden_size, config.rms_norm_eps
+        self.eps = eps
         attention = DECODERS[config.decoder_type].attention
         self.self_attn: Projections = attention(config, 2 * width if index == 0 else width)
         self.mlp = GatedMLP(config)
@@ -61,9 +64,18 @@ class DecoderLayer(nn.Module):
         return self.self_attn.scale
 
     def attention_input(self, embedding: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-        """``(input [..., 2H or H], residual [..., H])``. Each norm is applied once, as serving engines do."""
+        """``(input [..., 2H or H], residual [..., H])``. Each norm is applied once, as serving engines do.
+
+        On a GPU one kernel makes the wide input of layer 0 in training, see :mod:`modelopt_eagle.kernels.norm_concat`.
+        """
         if self.index > 0:
             return self.input_layernorm(state), state
+        if embedding is not None and trains_by_kernel(state):
+            weights = getattr(self.input_layernorm, "weight", None), self.hidden_norm.weight  # [H] each
+            dtype = product_dtype(embedding, state)
+            if supported(dtype, embedding, state, *(weight for weight in weights if weight is not None)):
+                wide = norm_concat(embedding, state, *weights, self.eps, dtype)  # [...,2H]
+                return wide, wide[..., state.shape[-1] :] if self.norm_before_residual else state
         normed = self.hidden_norm(state)  # [...,H]
         wide = torch.cat((self.input_layernorm(embedding), normed), dim=-1)  # [...,2H]
         return wide, normed if self.norm_before_residual else state

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from modelopt_eagle.draft.fused import product_dtype, trains_by_kernel
 from modelopt_eagle.errors import CheckpointError
+from modelopt_eagle.kernels.rotate_heads import rotate_heads, supported
 
 
 class AttentionSizes(Protocol):
@@ -110,8 +112,7 @@ class LatentAttention(Projections):
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[..., input] -> [..., heads, nope + rope]``, the rope part rotated."""
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        plain, turned = q.unflatten(-1, (self.heads, self.key_dim)).split((self.nope, self.rope), dim=-1)
-        return torch.cat((plain, rotate(turned, cos, sin, interleaved=True)), dim=-1)
+        return rotate(q.unflatten(-1, (self.heads, self.key_dim)), cos, sin, interleaved=True)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., input] -> [..., heads, nope + rope], [..., heads, v]``; the rotated part is shared by all heads."""
@@ -144,17 +145,26 @@ def latent_scale(rope_scaling: dict | None) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate pairs of a head's dimensions.
+    """Rotate pairs of the last ``2r`` dimensions of a head; what stands before them goes through as it is.
+
+    On a GPU one kernel does it in training, see :mod:`modelopt_eagle.kernels.rotate_heads`.
 
     Args:
         x: ``[..., heads, d]``.
-        cos, sin: ``[..., d/2]``.
-        interleaved: pairs are neighbours ``(0,1), (2,3), ...`` (DeepSeek) rather than halves ``(i, i + d/2)`` (Llama).
+        cos, sin: ``[..., r]``; for Llama ``2r`` is ``d``.
+        interleaved: pairs are neighbours ``(0,1), (2,3), ...`` (DeepSeek) rather than halves ``(i, i + r)`` (Llama).
             The interleaved result comes out as halves, the same for queries and keys, so products are unchanged.
 
     Returns:
-        ``[..., heads, d]`` in the dtype of ``x``.
+        ``[..., heads, d]`` in the dtype of ``x``; by the kernel in that of products.
     """
-    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)  # [...,1,d/2]
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)  # [...,heads,d/2] each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    if trains_by_kernel(x):
+        dtype = product_dtype(x)
+        if supported(x, cos, sin, dtype):
+            return rotate_heads(x, cos, sin, interleaved, dtype)
+    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)  # [...,1,r]
+    whole = 2 * cos.shape[-1]
+    turning = x[..., -whole:]  # [...,heads,2r]
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)  # [...,heads,r] each
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(parts if whole == x.shape[-1] else [x[..., :-whole], *parts], dim=-1)

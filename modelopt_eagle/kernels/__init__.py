@@ -9,11 +9,13 @@ from modelopt_eagle.kernels.column_attention import column_attention
 from modelopt_eagle.kernels.column_reference import column_attention_work
 from modelopt_eagle.kernels.distill_rows import distill_rows, distill_rows_work, distillation_work
 from modelopt_eagle.kernels.fixed_trees import branches_tree, chain_tree, regular_tree, tree_from_links
+from modelopt_eagle.kernels.norm_concat import norm_concat, norm_concat_work
 from modelopt_eagle.kernels.pack_mask import pack_mask, unpack_mask
 from modelopt_eagle.kernels.reject_target_only import reject_target_only
 from modelopt_eagle.kernels.relocate_kv import relocate_kv
 from modelopt_eagle.kernels.repack_accepted import repack_accepted
 from modelopt_eagle.kernels.repack_mask import repack_mask
+from modelopt_eagle.kernels.rotate_heads import rotate_heads, rotate_heads_work
 from modelopt_eagle.kernels.sample_and_match import sample_and_match
 from modelopt_eagle.kernels.select_nodes import select_nodes
 from modelopt_eagle.kernels.topk import stable_topk
@@ -37,12 +39,16 @@ __all__ = [
     "distillation_work",
     "history_depth",
     "history_size",
+    "norm_concat",
+    "norm_concat_work",
     "pack_mask",
     "regular_tree",
     "reject_target_only",
     "relocate_kv",
     "repack_accepted",
     "repack_mask",
+    "rotate_heads",
+    "rotate_heads_work",
     "sample_and_match",
     "select_nodes",
     "stable_topk",

@@ -17,9 +17,11 @@ without it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,24 @@ from modelopt_eagle.errors import DecodingError
 BACKENDS = ("auto", "triton", "reference")
 SWITCH = "MODELOPT_EAGLE_KERNELS"
 """The environment variable that says what ``auto`` means: ``auto`` (default) or ``reference``."""
+
+
+_AS_ON_GPU: ContextVar[bool] = ContextVar("as_on_gpu", default=False)
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, tensors of any device are taken for ones on a GPU: for who goes through shapes without numbers."""
+    token = _AS_ON_GPU.set(True)
+    try:
+        yield
+    finally:
+        _AS_ON_GPU.reset(token)
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are worked on as on a GPU, or another accelerator."""
+    return device.type != "cpu" or _AS_ON_GPU.get()
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -45,6 +65,8 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         backend = os.environ.get(SWITCH) or "auto"
         require(backend in ("auto", "reference"), f"{SWITCH} must be auto or reference, found {backend!r}")
+    if _AS_ON_GPU.get() and backend == "auto":
+        return "triton"
     if backend == "auto":
         backend = "triton" if device.type == "cuda" else "reference"
     if backend == "triton" and device.type != "cuda":

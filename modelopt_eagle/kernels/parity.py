@@ -348,6 +348,51 @@ def check_column_attention(cases: Cases, backend: str) -> None:
         compare_within(what, found.detach(), expected.detach(), tolerance)
 
 
+def check_norm_concat(cases: Cases, backend: str) -> None:
+    """One random case of ``norm_concat``: the result and every gradient that is asked for."""
+    choose = cases.choose
+    width, rows = choose.choice([1, 3, 16, 31, 33, 64, 100, 257, 600]), choose.choice([0, 1, 2, 7, 13])
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    dtype = choose.choice(dtypes)
+    drawn = [torch.randn(rows, width, generator=cases.generator) * choose.choice([0.01, 1.0, 30.0]) for _ in range(2)]
+    drawn += [1 + torch.randn(width, generator=cases.generator) for _ in range(2)]
+    tensors = [cases.place(tensor.to(choose.choice(dtypes))) for tensor in drawn]
+    upstream = cases.place(torch.randn(rows, 2 * width, generator=cases.generator).to(dtype))
+    plain, trained = choose.random() < 0.2, choose.random() < 0.5  # no norm of the embedding; its table learns
+    results = []
+    for name in (backend, "reference"):
+        leaves = [tensor.detach().requires_grad_(i > 0 or trained) for i, tensor in enumerate(tensors)]
+        embedding, state, by_embedding, by_state = leaves
+        weight = None if plain else by_embedding
+        out = kernels.norm_concat(embedding, state, weight, by_state, 1e-5, dtype, backend=name)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad and not (plain and leaf is by_embedding)]
+        results.append((out, *torch.autograd.grad(out, wanted, upstream)))
+    for number, (found, expected) in enumerate(zip(*results, strict=True)):
+        what = f"{'result' if number == 0 else f'gradient {number}'} of {describe(tensors[1])}"
+        tolerance = max(2e-5, 2 * torch.finfo(found.dtype).eps)
+        compare_within(what, found.detach(), expected.detach(), tolerance)
+
+
+def check_rotate_heads(cases: Cases, backend: str) -> None:
+    """One random case of ``rotate_heads``: heads that turn whole or in part, and the gradient."""
+    choose = cases.choose
+    rows, heads = choose.choice([0, 1, 5, 40]), choose.choice([1, 3, 8])
+    pairs = choose.choice([1, 2, 8, 20, 32])
+    width = 2 * pairs + choose.choice([0, 0, 1, 24])
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    drawn = torch.randn(rows, heads, width, generator=cases.generator).to(choose.choice(dtypes))
+    angle = torch.rand(rows, pairs, generator=cases.generator) * 100
+    cos, sin, dtype = cases.place(angle.cos() * 1.2), cases.place(angle.sin() * 1.2), choose.choice(dtypes)
+    x, upstream = cases.place(drawn), cases.place(torch.randn(drawn.shape, generator=cases.generator).to(dtype))
+    interleaved, results = choose.random() < 0.5, []
+    for name in (backend, "reference"):
+        leaf = x.detach().requires_grad_()
+        out = kernels.rotate_heads(leaf, cos, sin, interleaved, dtype, backend=name)
+        results.append((out, *torch.autograd.grad(out, leaf, upstream)))
+    for what, found, expected in zip(("result", "gradient"), *results, strict=True):
+        compare_close(f"{what} of {describe(x)}", found.detach(), expected.detach())
+
+
 CHECKS = {
     "distill_rows": check_distill_rows,
     "select_nodes": check_select_nodes,
@@ -360,6 +405,8 @@ CHECKS = {
     "repack_accepted": check_repack_accepted,
     "relocate_kv": check_relocate_kv,
     "column_attention": check_column_attention,
+    "norm_concat": check_norm_concat,
+    "rotate_heads": check_rotate_heads,
 }
 
 SMALL_BLOCKS = {  # tile sizes that make small inputs take every path for large ones
@@ -375,6 +422,8 @@ SMALL_BLOCKS = {  # tile sizes that make small inputs take every path for large 
     "repack_accepted": {"MAX_BLOCK": 16},
     "relocate_kv": {"PATH_BLOCK": 2, "FEATURE_BLOCK": 16},
     "column_attention": {"MAX_BLOCK": 16},
+    "norm_concat": {"RUNS": 4},
+    "rotate_heads": {"MAX_TILE": 64},
 }
 
 

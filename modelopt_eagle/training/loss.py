@@ -21,6 +21,7 @@ from torch import Tensor
 
 from modelopt_eagle.draft.documents import Documents
 from modelopt_eagle.draft.predictions import Predictions
+from modelopt_eagle.kernels.dispatch import on_gpu
 from modelopt_eagle.training.fused_loss import fused_loss
 from modelopt_eagle.training.loss_plan import CHUNK, LossKind, LossWork
 from modelopt_eagle.training.teacher import Teacher, gradient_by_teacher
@@ -110,7 +111,7 @@ def prediction_loss(
             unique.append(weight)
     work = LossWork(predictions, weights, to_draft, teacher, kind, tuple(heads))
     learner = teacher.hidden if teacher.learns else None  # [N,Ht]
-    if learner is None and (states.device.type != "cpu" if fused is None else fused):
+    if learner is None and (on_gpu(states.device) if fused is None else fused):
         return fused_loss(work, states, unique)
     return _FusedHeads.apply(work, learner, states, *unique)
 

@@ -5,11 +5,11 @@
 
 Steps, the most valuable first, each in a process of its own, so that one that dies takes no other along: whole rounds,
 and the draft loop alone, with and without their graph, all that every round gives, by a head that has learnt its text;
-the kernels of
-training (``training_kernels.py``), compared and timed; a CUDA graph that is replayed on new inputs; large batches
-that would show a race; torch.compile; random cases of every operation (``kernels/parity.py``); and the table of
-``kernels.py`` with its targets: build plus verify under 20 us for batch 8 and 64 nodes, relocation at 70 % of the
-copy bandwidth. The JSON is written after each.
+the kernels of training (``training_kernels.py``), compared and timed beside other ways to compute the same; a CUDA
+graph that is replayed on new inputs; large batches that would show a race; torch.compile; FlexAttention beside the
+attention of training; random cases of every operation (``kernels/parity.py``); and the table of ``kernels.py`` with its
+targets: build plus verify under 20 us for batch 8 and 64 nodes, relocation at 70 % of the copy bandwidth. The JSON is
+written after each.
 
 Exit codes: 0 all right, 1 a kernel fails or differs, 3 no CUDA device here (also of a dry run in which every step ran),
 4 correct but a speed target is missed.
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import kernels as benchmark  # scripts/benchmark/kernels.py
+import training_cases  # scripts/benchmark/training_cases.py
 import training_kernels  # scripts/benchmark/training_kernels.py
 
 from modelopt_eagle import kernels
@@ -448,13 +449,24 @@ def speed(report: dict, device: str) -> bool:
 def kernels_of_training(device: str) -> None:
     """Each kernel of a training step against its reference, then its time; without a GPU the floors alone."""
     if device == "cuda":
-        if training_kernels.main([]) != training_kernels.OK:
+        names = {name for kernel in training_kernels.KERNELS for name in kernel.contestants} - {training_cases.FLEX}
+        if training_kernels.main(["--contestants", *sorted(names)]) != training_kernels.OK:
             raise AssertionError("a kernel of training fails or differs, see above")
         return
     machine = kernels.MACHINES["H200"]
     training_kernels.print_floors(
         [line for kernel in training_kernels.KERNELS for line in training_kernels.floor_lines(kernel, machine)]
     )
+
+
+def flex_attention(device: str) -> None:
+    """FlexAttention beside the attention of training; without a GPU compared at small sizes, as far as it runs there.
+
+    It is compiled for every case, so it has a process and a time of its own.
+    """
+    only = ["--only", training_cases.ATTENTION.name, "--contestants", training_cases.FLEX]
+    if training_kernels.main([*only, *(["--dry_run"] if device == "cpu" else [])]) == training_kernels.WRONG:
+        raise AssertionError("FlexAttention, see above")
 
 
 STEPS: dict[str, Callable[[str], object]] = {
@@ -465,9 +477,10 @@ STEPS: dict[str, Callable[[str], object]] = {
     "large_trees": large_trees,
     "large_moves": large_moves,
     "compiled_step": compiled_step,
+    "flex_attention": flex_attention,
 }
 """The most valuable first: if time runs out, the least is lost."""
-LIMIT, LONGER = 150, {"kernels_of_training": 400}
+LIMIT, LONGER = 150, {"kernels_of_training": 400, "flex_attention": 400}
 """Seconds of one step's process; the kernels of training are compiled for each head width."""
 
 

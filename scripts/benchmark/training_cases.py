@@ -1,14 +1,16 @@
 """The kernels of a training step as ``training_kernels.py`` measures them: sizes, inputs, least work and contestants.
 
-To add a kernel: a :class:`TrainingKernel` in ``KERNELS``.
+The kernels between the products of a layer are in ``layer_cases.py``. To add a kernel: a :class:`TrainingKernel` in
+``KERNELS``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import attention_contestants  # scripts/benchmark/attention_contestants.py
 import torch
 from torch import Tensor
 
@@ -19,6 +21,9 @@ from modelopt_eagle.training.fused_loss import Rows, chunk_rows
 from modelopt_eagle.training.loss import LossKind, prediction_loss
 from modelopt_eagle.training.loss_plan import LossWork, RowPlan
 from modelopt_eagle.training.teacher import Teacher
+
+FLEX = "FlexAttention"
+"""The contestant that is compiled for each case, which takes longer than all the others."""
 
 Passes = dict[str, Callable[[], Sequence[Tensor]]]
 """What a contestant does, by pass (``forward``, ``backward``); each returns what is compared."""
@@ -33,12 +38,14 @@ class Case:
         work: the least each pass does.
         inputs: makes the inputs on a device.
         small: the same kind of case at a size that the plain code holds whole, for the comparison.
+        apart: bytes that torch's operations move in each pass, each by itself; empty where nothing is fused.
     """
 
     shape: str
     work: dict[str, Work]
     inputs: Callable[[str], Any]
     small: Callable[[str], Any]
+    apart: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,13 @@ class Contestant:
         passes: makes the passes from the inputs.
         ours: whether it is this package's kernel: then failing is wrong.
         cpu: whether it runs on CPU tensors, in a dry run.
+        unavailable: passes that it does not have on a CPU.
     """
 
     passes: Callable[[Any], Passes]
     ours: bool = False
     cpu: bool = True
+    unavailable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,6 +189,11 @@ def by_autograd(run: Callable[[Attention], Tensor]) -> Callable[[Attention], Pas
     return passes
 
 
+def by_flex(given: Attention) -> Passes:
+    """Both passes of FlexAttention; its mask is made before, as a batch makes one for all layers and steps."""
+    return by_autograd(attention_contestants.flex(given))(given)
+
+
 def dense(given: Attention) -> Tensor:
     """The plain reference: every score at once."""
     return dense_column_attention(*given.tensors, given.plan, given.scale)
@@ -202,6 +216,8 @@ ATTENTION = TrainingKernel(
     contestants={
         "kernel": Contestant(by_autograd(kernel), ours=True, cpu=False),
         "chunks": Contestant(by_autograd(chunked)),
+        "flash and column": Contestant(by_autograd(attention_contestants.merged_flash)),
+        FLEX: Contestant(by_flex, unavailable=("backward",)),
     },
     tolerance=2e-2,
 )

@@ -4,14 +4,16 @@
     python scripts/benchmark/training_kernels.py --json times.json      # on a CUDA machine: measured times, too
     python scripts/benchmark/training_kernels.py --dry_run              # small sizes on the CPU, without Triton
 
-A contestant is another way to compute the same: the plain code, a library's kernel. Before one is timed its result is
-held against the plain reference, values and gradients, at a small size of the case; one that differs or fails is named
-and not timed. The floor is the longer of bytes over bandwidth and arithmetic over the matrix rate: on a GPU both
-are measured in the same run (a copy, a product of two square bf16 matrices), elsewhere they are the data sheet's.
+A contestant is another way to compute the same: the plain code, a library's kernel (those of the attention stand in
+attention_contestants.py). Before one is timed its result is held against the plain reference, values and gradients, at
+a small size of the case; one that differs, fails or is not to be had here is named and not timed. The floor is the
+longer of bytes over bandwidth and arithmetic over the matrix rate: on a GPU both are measured in the same run (a copy,
+a product of two square bf16 matrices), elsewhere they are the data sheet's. Where a kernel replaces several operations
+of torch, what these move, each by itself, stands beside the floor.
 
 Exit codes: 0 all right, 1 a kernel of ours fails or differs, 3 no CUDA device here.
 
-The kernels, their cases and contestants are in ``training_cases.py``.
+The kernels, their cases and contestants are in ``training_cases.py`` and ``layer_cases.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import kernels as benchmark  # scripts/benchmark/kernels.py
-from training_cases import KERNELS, Case, Contestant, Passes, TrainingKernel  # scripts/benchmark/training_cases.py
+import training_cases  # scripts/benchmark/training_cases.py
+from layer_cases import LAYER_KERNELS  # scripts/benchmark/layer_cases.py
+from training_cases import Case, Contestant, Passes, TrainingKernel
 
 from modelopt_eagle.kernels import MACHINES, Machine
 
 OK, WRONG, NO_CUDA = 0, 1, 3
+KERNELS = (*training_cases.KERNELS, *LAYER_KERNELS)
 
 
 def floor_lines(kernel: TrainingKernel, machine: Machine) -> list[dict[str, Any]]:
@@ -49,6 +54,7 @@ def floor_lines(kernel: TrainingKernel, machine: Machine) -> list[dict[str, Any]
             "GFLOP": work.flops / 1e9,
             "floor_us": 1e6 * work.floor(machine),
             "bound": "memory" if work.bytes / machine.bandwidth > work.flops / machine.flops else "arithmetic",
+            **({"apart_MB": case.apart[name] / 1e6} if name in case.apart else {}),
         }
         for case in kernel.cases()
         for name, work in case.work.items()
@@ -62,9 +68,10 @@ def print_floors(lines: Sequence[dict[str, Any]]) -> None:
         if (line["kernel"], line["case"]) != case:
             case = (line["kernel"], line["case"])
             print(f"{case[0]}: {case[1]}")
+        apart = f"; torch's operations one by one: {line['apart_MB']:.1f} MB" if "apart_MB" in line else ""
         print(
             f"  {line['pass']:9} {line['MB']:10.1f} MB {line['GFLOP']:10.1f} GFLOP   "
-            f"floor {line['floor_us']:10.1f} us ({line['bound']})"
+            f"floor {line['floor_us']:10.1f} us ({line['bound']}){apart}"
         )
 
 
@@ -87,6 +94,8 @@ def check(kernel: TrainingKernel, case: Case, contestant: Contestant, device: st
         plain = kernel.reference(case.small(device))
         other = contestant.passes(case.small(device))
         for name, run in plain.items():
+            if device == "cpu" and name in contestant.unavailable:
+                continue
             off = difference(other[name](), run())
             if not off <= kernel.tolerance:
                 return f"{name} differs from the reference by {off:.3g} of the largest value"
@@ -103,12 +112,20 @@ def time_passes(passes: Passes, device: str) -> dict[str, float]:
     return {name: benchmark.median_seconds(run, device, runs=7) for name, run in passes.items()}
 
 
-def measure(kernel: TrainingKernel, device: str, machine: Machine) -> tuple[list[dict[str, Any]], bool]:
-    """A row for each case, pass and contestant, printed as it is found, and whether all kernels of ours are right."""
+def measure(
+    kernel: TrainingKernel, device: str, machine: Machine, names: Collection[str]
+) -> tuple[list[dict[str, Any]], bool]:
+    """A row for each case, pass and contestant, printed as it is found, and whether all kernels of ours are right.
+
+    Args:
+        names: of the contestants to run.
+    """
     lines, right = [], True
     for case in kernel.cases():
         print(f"{kernel.name}: {case.shape}", flush=True)
         for name, contestant in kernel.contestants.items():
+            if name not in names:
+                continue
             if device == "cpu" and not contestant.cpu:
                 print(f"  {name}: not run on a CPU")
                 continue
@@ -120,8 +137,9 @@ def measure(kernel: TrainingKernel, device: str, machine: Machine) -> tuple[list
                 lines.append({**common, "not_timed": why})
                 continue
             if device == "cpu":
-                print(f"  {name}: equal")
-                lines.append({**common, "equal": True})
+                missing = ", ".join(contestant.unavailable)
+                print(f"  {name}: equal" + (f"; {missing} does not run on a CPU" if missing else ""))
+                lines.append({**common, "equal": True, **({"not_run": missing} if missing else {})})
                 continue
             try:
                 seconds = time_passes(contestant.passes(case.inputs(device)), device)
@@ -157,6 +175,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--machine", choices=list(MACHINES), default="H200", help="data sheet of the floors, no GPU here"
     )
     parser.add_argument("--dry_run", action="store_true", help="compare the contestants on the CPU at small sizes")
+    everyone = sorted({name for kernel in KERNELS for name in kernel.contestants})
+    parser.add_argument(
+        "--contestants", nargs="+", choices=everyone, default=everyone, metavar="NAME", help=", ".join(everyone)
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args(arguments)
     chosen = [kernel for kernel in KERNELS if kernel.name in options.only]
@@ -170,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     right = True
     if cuda or options.dry_run:
         for kernel in chosen:
-            found, good = measure(kernel, "cuda" if cuda else "cpu", machine)
+            found, good = measure(kernel, "cuda" if cuda else "cpu", machine, options.contestants)
             rows, right = rows + found, right and good
     if not cuda:
         count = sum(len(kernel.cases()) * len(kernel.contestants) for kernel in chosen)

@@ -48,12 +48,15 @@ def arguments(name: str) -> tuple:
         "repack_mask": (torch.ones(2, 3, 2, dtype=torch.int32), torch.tensor([2, 1]), 3, 2, "auto"),
         "repack_accepted": (torch.rand(1, 6, 8), nodes, counts, "auto"),
         "relocate_kv": (torch.rand(1, 2, 9, 4), nodes, counts, torch.tensor([2]), None, 2, 0, False, "auto"),
+        "norm_concat": (rows, rows[:, :7].clone().requires_grad_(), None, rows[0].clone(), 1e-5, torch.float32, "auto"),
+        "rotate_heads": (heads[0], last[:, None].float(), start[:, None].float(), True, False, torch.float32, "auto"),
         "column_attention": (*heads, last, start, askers_of(last, start, 5), None, 0.4, "auto"),
     }[name]
 
 
 NAMES = ("distill_rows", "select_nodes", "build_tree", "verify_greedy", "sample_and_match", "reject_target_only",
-         "pack_mask", "unpack_mask", "repack_mask", "repack_accepted", "relocate_kv", "column_attention")  # fmt: skip
+         "pack_mask", "unpack_mask", "repack_mask", "repack_accepted", "relocate_kv", "column_attention",
+         "norm_concat", "rotate_heads")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
