@@ -144,8 +144,9 @@ def fits(recipe, source, args) -> int:
     shares = max(1, args.processes // recipe.training.context_parallel)
     shape = heaviest_batch(recipe, source.lengths, source.supervised_counts(), shares)
     device = recipe.model.load_arguments()["device"].split(":")[0]
-    found = estimate_peak(recipe, config, head, shape, processes=args.processes)
-    kept = bytes_kept(recipe, sum(source.lengths), state_bytes(head), shape, "cpu" if device == "cpu" else "cuda")
+    device = "cpu" if device == "cpu" else "cuda"
+    found = estimate_peak(recipe, config, head, shape, processes=args.processes, device=device)
+    kept = bytes_kept(recipe, sum(source.lengths), state_bytes(head), shape, device)
     found = replace(found, kept=kept)
     chosen = recipe.model.parallel
     if chosen == "auto" and available is not None and found.total > available and not_split(recipe) is None:

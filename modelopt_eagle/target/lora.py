@@ -69,6 +69,11 @@ class TargetAdapter:
             self.peft_model = peft.get_peft_model(target.model, config)
         target.model.eval()
         self.config = self.peft_model.peft_config["default"]
+        self.named: dict[str, nn.Parameter] = {}
+        self.find_trained()
+
+    def find_trained(self) -> None:
+        """Take the matrices ``A`` and ``B`` as they are now: after others were put in their place."""
         self.named = {
             name.replace(".default.", "."): parameter
             for name, parameter in self.peft_model.named_parameters()

@@ -2,18 +2,24 @@
 
 The very code of a step is run over hollow tensors (:class:`~modelopt_eagle.common.allocations.Shapes`): the target's
 forward over the heaviest batch, the drafter's states, loss, backward, optimiser, evaluation. So whatever is trained,
-with whichever options, is counted as it is, and what a change of the code costs shows here.
+with whichever options, is counted as it is, and what a change of the code costs shows here. For a GPU that need not be
+here the step takes the way it takes there: the kernels' operations, which say what they give and keep without being
+launched, and the dtypes of autocast there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from modelopt_eagle.common.allocations import Shapes
 from modelopt_eagle.common.dtypes import dtype_name
@@ -26,13 +32,17 @@ from modelopt_eagle.draft.vocab import DraftVocab
 from modelopt_eagle.errors import TrainingError
 from modelopt_eagle.features.batch import FeatureBatch, FeatureContract, collate
 from modelopt_eagle.features.compute import compute_features
+from modelopt_eagle.features.unadapted import AdaptableBatch
+from modelopt_eagle.kernels.dispatch import as_on_gpu
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.load import asked_attention, causal_class, load_config
+from modelopt_eagle.target.lora import TargetAdapter
 from modelopt_eagle.target.model import Target
 from modelopt_eagle.training.acceptance import target_law, walk
 from modelopt_eagle.training.course import batch_options
 from modelopt_eagle.training.optimizer import build_optimizers
+from modelopt_eagle.training.states import AdaptedStates
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
 
 PLANNED_EPOCHS = 4
@@ -129,6 +139,7 @@ def estimate_peak(
     *,
     processes: int = 1,
     state_dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
 ) -> Peak:
     """The peak of a run.
 
@@ -139,11 +150,14 @@ def estimate_peak(
         shape: of the heaviest micro-batch, see :func:`heaviest_batch`.
         processes: how many train together; with several, gradients are kept twice.
         state_dtype: of states that come from a store or a server.
+        device: kind of device that is meant; ``cuda`` takes the way of the kernels, any other that of a CPU.
     """
     parts = [json.dumps(head.to_dict(), sort_keys=True, default=str), config.to_json_string(use_diff=False)]
-    key = "\n".join((*parts, recipe.model_dump_json(exclude={"validation", "export"}), str((shape, state_dtype))))
+    parts += [recipe.model_dump_json(exclude={"validation", "export"}), str((shape, state_dtype, device))]
+    key = "\n".join(parts)
     if key not in _FOUND:
-        _FOUND[key] = _Follower(recipe, config, head, state_dtype).peak(shape)
+        with _as_on(device):
+            _FOUND[key] = _Follower(recipe, config, head, state_dtype).peak(shape)
     found = _FOUND[key]
     if processes == 1:
         return found
@@ -152,6 +166,78 @@ def estimate_peak(
 
 _FOUND: dict[str, Peak] = {}
 """Peaks that this process has found."""
+
+
+IN_FLOAT32 = frozenset(
+    "layer_norm group_norm exp expm1 log log2 log10 log1p pow rsqrt reciprocal softplus logsumexp kl_div "
+    "nll_loss cosine_similarity dist cdist renorm norm".split()
+)
+"""Functions whose inputs CUDA's autocast makes float32 and a CPU's does not."""
+
+TO_FLOAT32 = frozenset("softmax log_softmax sum prod cumsum cumprod".split())
+"""Functions whose result it makes float32."""
+
+
+class AsOnCuda(TorchFunctionMode):
+    """Where autocast of a CPU is on, the dtypes are those of CUDA's, and norms keep what CUDA's own kernel keeps."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "rms_norm":
+            return self.norm(*args, **kwargs)
+        if name in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return function(*tree_map(_longer, args), **tree_map(_longer, kwargs))
+        if name in TO_FLOAT32 and torch.is_autocast_enabled("cpu") and args and _is_short(args[0]):
+            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def norm(x, normalized_shape, weight=None, eps=None):
+        """``torch.rms_norm``."""
+        if torch.is_autocast_enabled("cpu"):
+            x, weight = _longer(x), _longer(weight)
+        with torch.autocast("cpu", enabled=False):
+            if weight is None or weight.dtype != x.dtype or len(normalized_shape) != 1:  # not one kernel there, either
+                return nn.functional.rms_norm(x, normalized_shape, weight, eps)
+            return _FusedNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps the input and a number a row; on a CPU torch keeps what stands between its operations, too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()  # [...,1]
+        ctx.save_for_backward(x, weight, inverse)
+        return x * inverse * weight
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, weight, inverse = ctx.saved_tensors
+        unit, pulled = x * inverse, upstream * weight  # [...,H] each
+        by_x = inverse * (pulled - unit * (pulled * unit).mean(-1, keepdim=True))
+        return by_x, (upstream * unit).flatten(0, -2).sum(0), None
+
+
+def _is_short(value: Any) -> bool:
+    """Whether it is a tensor of 16-bit floats."""
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _longer(value: Any) -> Any:
+    """A tensor of 16-bit floats in float32, anything else as it is."""
+    return value.float() if _is_short(value) else value
+
+
+@contextlib.contextmanager
+def _as_on(device: str) -> Iterator[None]:
+    """Inside, hollow tensors go the way that tensors on ``device`` go."""
+    if device != "cuda":
+        yield
+        return
+    with as_on_gpu(), AsOnCuda():
+        yield
 
 
 @dataclass
@@ -177,6 +263,7 @@ class _Follower:
         self.dtype = getattr(torch, dtype_name(getattr(self.text, "dtype", None) or torch.float32)
                              if name == "auto" else name)  # fmt: skip
         self.unknown: str | None = None
+        self.adapter: TargetAdapter | None = None
 
     def peak(self, shape: Shape) -> Peak:
         """See :func:`estimate_peak`."""
@@ -184,7 +271,7 @@ class _Follower:
         self.mem = mem = Shapes()
         target = self._target() if self.recipe.data.runs_target else None
         step, optimizers = self._step(target)
-        weights = sum(p.numel() * p.element_size() for p in step.module.parameters() if p.requires_grad)
+        weights = sum(p.numel() * p.element_size() for p in step.parameters() if p.requires_grad)
         head, gradients = mem.now - self.of_target, weights
         found = self._gone_through(step, optimizers, shape)
         once = shape
@@ -236,14 +323,32 @@ class _Follower:
             tables = TeacherTables.make(embedding, table, module.target_ids)
             self.of_target = mem.now
             mem.fill(module, torch.float32)
-            step = TrainingStep(module.train(), tables, recipe.eagle, recipe.training.precision,
+            states = None if target is None else self._adapted(target)
+            step = TrainingStep(module.train(), tables, recipe.eagle, recipe.training.precision, states=states,
                                 settings=algorithm.settings(recipe))  # fmt: skip
-            optimizers = build_optimizers(module, recipe.training)
+            optimizers = build_optimizers(
+                module, recipe.training, list(step.adapters), recipe.target_lora.learning_rate
+            )
             for parameter in step.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
             self._update(optimizers)
         return step, optimizers
+
+    def _adapted(self, target: Target) -> AdaptedStates | None:
+        """States by hollow adapters in the target, where the recipe trains them."""
+        lora = self.recipe.target_lora
+        if not lora.rank:
+            return None
+        self.adapter = adapter = TargetAdapter(
+            target, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, first_layer=lora.first_layer
+        )
+        for part in adapter.peft_model.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    part._parameters[name] = nn.Parameter(self.mem.empty(*parameter.shape, dtype=parameter.dtype))
+        adapter.find_trained()
+        return AdaptedStates(adapter, lora)
 
     @staticmethod
     def _update(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -266,8 +371,9 @@ class _Follower:
             generator = torch.Generator().manual_seed(0)
             step.count_positions(batch, generator)
             ones = torch.ones(step.depths)
+            options = {"adapt": True, "detach": self.recipe.target_lora.detach_teacher >= 1} if self.adapter else {}
             for _ in range(min(2, training.gradient_accumulation_steps)):
-                loss = step(batch, ones, generator).loss
+                loss = step(batch, ones, generator, **options).loss
                 note("forward")
                 loss.backward()
                 del loss
@@ -304,7 +410,8 @@ class _Follower:
                 for width in (len(contract.aux_layer_ids), 1)]  # fmt: skip
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         documents = torch.repeat_interleave(torch.arange(len(shape)), lengths)[None]
-        return FeatureBatch(ids, supervised[None], documents, *wide, ids, None, [], contract)
+        made = (ids, supervised[None], documents, *wide, ids, None, [], contract)
+        return FeatureBatch(*made) if self.adapter is None else AdaptableBatch(*made, rows=tokenised(shape))
 
     def _features(self, target: Target, step: TrainingStep, shape: Shape) -> int | None:
         """Bytes at the peak of the target's forward over a batch, over those of the weights."""
@@ -314,16 +421,21 @@ class _Follower:
         if len(shape) > 1 and len({length for length, _ in shape}) == 1 and shape[-1][0] > 1:
             length, learned = shape[-1]  # rows of exactly one length need no mask, and are rare
             shape = (*shape[:-1], (length - 1, min(learned, length - 1)))
-        rows = [TokenizedRow(str(number), "", [1] * length, [False] * (length - learned) + [True] * learned, 1)
-                for number, (length, learned) in enumerate(shape)]  # fmt: skip
+        rows = tokenised(shape)
         try:
-            with mem:
+            with mem, contextlib.nullcontext() if self.adapter is None else self.adapter.disabled():
                 made = collate(compute_features(target, rows, self.head.aux_layer_ids), self._contract())
                 step.place(step.share(made), "cpu")
         except Exception as error:  # code of any model may ask for numbers that are not there
             self.unknown = first_line(error) or type(error).__name__
             return None
         return mem.peak - base
+
+
+def tokenised(shape: Shape) -> list[TokenizedRow]:
+    """Rows of these sizes."""
+    return [TokenizedRow(str(number), "", [1] * length, [False] * (length - learned) + [True] * learned, 1)
+            for number, (length, learned) in enumerate(shape)]  # fmt: skip
 
 
 def bytes_kept(recipe: Recipe, tokens: int, token_bytes: float, shape: Shape, device: str) -> int:
@@ -383,8 +495,8 @@ def memory_line(recipe: Recipe, target: Any, head: Any, source: Any, accelerator
     share, processes = recipe.training.context_parallel, accelerator.num_processes
     shape = heaviest_batch(recipe, source.lengths, source.supervised_counts(), processes // share)
     config = target.config if model is None else model.config
-    found = estimate_peak(recipe, config, head, shape, processes=processes)
     device = accelerator.device
+    found = estimate_peak(recipe, config, head, shape, processes=processes, device=device.type)
     kept = bytes_kept(recipe, sum(source.lengths), state_bytes(head), shape, device.type)
     found, available = replace(found, kept=kept), free_memory(str(device))
     line = found.line()
