@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.common.allocations import Allocations, Shapes
 from modelopt_eagle.draft import DraftConfig
 from modelopt_eagle.draft.algorithm import find_algorithm
@@ -21,6 +22,7 @@ from modelopt_eagle.training import memory
 from modelopt_eagle.training.optimizer import build_optimizers
 from modelopt_eagle.training.states import AdaptedStates
 from modelopt_eagle.training.step import TeacherTables, TrainingStep
+from tests.training.runs import write_conversations
 
 N, H, INNER, HEADS, GROUPS, D = 300, 64, 96, 4, 2, 16
 BF16, F32 = 2, 4
@@ -157,3 +159,13 @@ def test_adapters_of_the_target_are_counted(options):
     plain = memory.estimate_peak(load_recipe(None, ["eagle.draft_vocab_size=256"]), target.model.config, config, shape)
     size = sum(parameter.numel() for parameter in adapter.parameters())
     assert found.head - plain.head == pytest.approx(16 * size, rel=0.02)
+
+
+def test_the_command_takes_the_way_of_the_device_that_is_meant(tiny_target_dir, tmp_path, monkeypatch):
+    data, meant = write_conversations(tmp_path / "rows.jsonl", 4), []
+    real = memory.estimate_peak
+    monkeypatch.setattr(memory, "estimate_peak", lambda *a, device, **k: meant.append(device) or real(*a, **k))
+    command = ["--base_model", str(tiny_target_dir), "--data", str(data), "--gflops", "1", "--memory", "1"]
+    for device in ("cpu", "cuda"):
+        assert run_command("estimate", [*command, "eagle.draft_vocab_size=64", f"model.device={device}"]) == 0
+    assert meant == ["cpu", "cuda"]
