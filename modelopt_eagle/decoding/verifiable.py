@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from modelopt_eagle.decoding.supported import check_shape
-from modelopt_eagle.decoding.target_runner import cache_name
+from modelopt_eagle.decoding.target_runner import cache_argument, cache_name
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.recipe import Recipe
 from modelopt_eagle.target.like import RunningTarget
@@ -36,7 +36,7 @@ class Skeleton:
 def refusal(recipe: Recipe, target: Any = None) -> str | None:
     """Why validation would refuse a recipe's target, or ``None``.
 
-    What only its weights can tell (a cache that does not go back) is not known here.
+    What only a loaded target can tell (recurrent layers that take no cache of transformers) is not known without it.
 
     Args:
         recipe: of the run; ``validation.mode: none`` refuses nothing.
@@ -48,13 +48,14 @@ def refusal(recipe: Recipe, target: Any = None) -> str | None:
     section = recipe.validation
     if section.mode == "none":
         return None
+    ask = cache_argument
     if target is None:
-        target = skeleton(recipe)
+        target, ask = skeleton(recipe), cache_name
     elif not isinstance(target, RunningTarget):
         return "drafts are verified by the model, and only the target's tables were given"
     siblings = section.mode == "tree" and (section.topk or 1) > 1
     try:
-        cache_name(target)
+        ask(target)
         check_shape(target, siblings, section.batch_size > 1, None, section.batch_size)
     except DecodingError as error:
         return str(error)

@@ -11,7 +11,7 @@ from modelopt_eagle.decoding.verifiable import refusal
 from modelopt_eagle.errors import RecipeError, TargetError
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
-from modelopt_eagle.target import load_target, load_target_tables
+from modelopt_eagle.target import Target, load_target, load_target_tables
 from modelopt_eagle.training.data import read_data
 from tests.training.runs import small_recipe, write_conversations
 
@@ -87,7 +87,23 @@ def test_which_settings_are_refused_follows_from_the_target(hybrid, tiny_target_
 
 
 def test_a_loaded_target_is_asked_itself(hybrid):
-    assert "recurrent layers" in refusal(load_recipe(None, []), load_target(hybrid))
+    target = load_target(hybrid)
+    assert "recurrent layers" in refusal(load_recipe(None, []), target)
+    one = load_recipe(None, ["validation.batch_size=1"])
+    assert refusal(one, target) is None
+    target.model.config._attn_implementation = "flash_attention_2"
+    assert "takes no tree mask" in refusal(one, target)
+
+
+def test_recurrent_layers_with_a_cache_of_their_own_are_told_by_the_loaded_target():
+    """MiniMax."""
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1)  # fmt: skip
+    model = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**sizes)).float()
+    recipe = load_recipe(None, ["validation.batch_size=1"])
+    assert "cannot be run with a cache for them: MiniMax uses cache of its own" in refusal(
+        recipe, Target(model, None, name="minimax")
+    )
 
 
 def test_tables_alone_cannot_verify(tiny_target_dir):

@@ -189,6 +189,9 @@ def test_the_head_of_a_run_does_not_blame_features_for_what_reading_took(slow, t
     other = budget.RunBudget(load_recipe(None, [folder, "training.run_budget_minutes=20"]), alone)
     list(other.parts([100] * 4, "rows"))
     assert record(tmp_path)["feature_seconds"] == 0, "a budget of other minutes begins anew"
+    late = budget.RunBudget(recipe, alone)
+    slow.now += 590
+    assert len(list(late.parts([100] * 4, "other rows"))) == 1, "the first part always, however long reading took"
     other.write_left_out(["a\nb", "c"])
     assert (tmp_path / LEFT_OUT).read_text() == "a\\nb\nc\n"
     other.write_left_out([])

@@ -112,6 +112,17 @@ def test_every_row_is_planned_once_and_groups_meet_one_position_with_one_matrix(
     assert seen == len(predictions)
 
 
+def test_a_chunk_is_as_large_as_its_bytes(monkeypatch):
+    monkeypatch.setattr(fused_loss, "CHUNK_BYTES", 4 * DRAFT * 20)
+    states, heads, (predictions, _, teacher, to_draft, weights) = make_case(3, 1)
+    work = LossWork(predictions, weights, to_draft, teacher, LossKind(), (0, 0, 0))
+    plan = fused_loss.Rows(work, states, heads).plan
+    sizes = [c.rows.stop - c.rows.start + c.positions.stop - c.positions.start for c in plan.chunks]
+    assert max(sizes) <= 20 and min(sizes[:-1]) > 20 - 4  # a position more has up to three rows
+    halves = fused_loss.Rows(work, states, [heads[0].bfloat16()]).plan
+    assert len(halves.chunks) < len(plan.chunks)
+
+
 def test_chunks_hold_what_fits_and_one_position_at_least():
     counts = torch.tensor([3, 3, 1, 9, 1, 1])
     assert chunk_bounds(counts, 8) == [0, 2, 3, 4, 6]

@@ -153,13 +153,13 @@ def test_the_heaviest_batch_is_looked_for_in_several_epochs(options):
 
     def tokens(epochs):
         recipe = load_recipe(None, [f"training.epochs={epochs}", "data.max_length=256", *options])
-        shape = memory.heaviest_batch(recipe, lengths, supervised, 1)
+        shape = memory.heaviest_batch(recipe, lengths, supervised, 2)
         assert all((length, length // 3) in zip(lengths, supervised, strict=True) for length, _ in shape)
         batches = [[lengths[n] for n in batch] for epoch in range(min(epochs, memory.PLANNED_EPOCHS))
                    for batch in plan_batches(lengths, epoch=epoch, seed=42, shuffle=True,
                                              **batch_options(recipe.training, 1),
                                              **({} if "batch_size" in options[0] else
-                                                {"world_size": 1, "supervised": supervised}))]  # fmt: skip
+                                                {"world_size": 2, "supervised": supervised}))]  # fmt: skip
         assert sum(length for length, _ in shape) == max(map(sum, batches))
         return sum(length for length, _ in shape)
 
