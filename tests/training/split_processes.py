@@ -6,18 +6,22 @@ torchrun ... tests/training/split_processes.py TARGET DATA FOLDER
 import json
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "target"))
 
 import torch
 import torch.distributed as dist
+from target_families import make_family, make_vision_wrapper
 from transformers import LlamaConfig
 
 from modelopt_eagle.cli.dump import main as dump
 from modelopt_eagle.errors import EagleError, TargetError
-from modelopt_eagle.target import load_target
+from modelopt_eagle.target import Target, load_target
 from modelopt_eagle.target.shards import Shards, local_bytes, together, whole_layers
+from modelopt_eagle.target.tensor_parallel import check_plan, check_slices, cut
 from modelopt_eagle.training import train
 from tests.training.runs import small_recipe
 
@@ -91,6 +95,24 @@ def of_its_own(split, whole) -> dict:
     return {"difference": worst, "passes": len(passes)}
 
 
+def families() -> dict[str, list[float]]:
+    """Of small models of other families in tensor parts: how far off their states are, and the share of the layers."""
+    shards, found = Shards.make("tensor", 2, "cpu"), {}
+    makers = {name: partial(make_family, name) for name in ("phi", "qwen3_moe", "gpt_neox")}
+    for name, make in (makers | {"gemma3 with images": make_vision_wrapper}).items():
+        whole, parts = Target(make(), None, name=name), make().requires_grad_(False)
+        config = parts.config.get_text_config(decoder=True)
+        cut(parts, check_plan(name, parts, config, whole.parts.names["layers"], 2), shards.mesh)
+        split = Target(parts, None, name=name, shards=shards)
+        check_slices(split)
+        ids = torch.arange(3, 40)[None]
+        ours, theirs = split.features(ids), whole.features(ids)
+        worst = max(apart(ours.aux_hidden, theirs.aux_hidden), apart(ours.final_hidden, theirs.final_hidden))
+        own, every = map(sum, zip(*map(local_bytes, split.layers), strict=True))
+        found[name] = [worst, own / every]
+    return found
+
+
 def wrong_plans(target) -> list[str]:
     """What is said where a family's plan does not run, and where it gives other states."""
     said, right = [], LlamaConfig.base_model_tp_plan
@@ -135,6 +157,7 @@ def main() -> None:
     target, data, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     dist.init_process_group("gloo", timeout=timedelta(minutes=15))
     found = {"states": states(target, "fsdp"), "parts": states(target, "tensor"), "wrong": wrong_plans(target)}
+    found["families"] = families()
     made = {
         "whole": ("training.gradient_accumulation_steps=2", "model.parallel=none"),
         "split": ("training.gradient_accumulation_steps=2", "model.parallel=fsdp"),

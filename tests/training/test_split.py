@@ -76,6 +76,13 @@ def test_tensor_parts_of_the_layers_are_half_but_for_the_norms(found):
         assert parts["memory"] == own - norms  # no part is a view that keeps its whole
 
 
+def test_families_with_biases_experts_and_images_give_their_states_in_tensor_parts(found):
+    for part in found:
+        assert set(part["families"]) == {"phi", "qwen3_moe", "gpt_neox", "gemma3 with images"}
+        for worst, share in part["families"].values():
+            assert worst < 1e-5 and 0.5 < share < 0.52
+
+
 def test_a_plan_that_is_wrong_for_its_family_is_refused_at_load(found):
     for part in found:
         broken, other = part["wrong"]
