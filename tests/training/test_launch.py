@@ -17,7 +17,7 @@ LAUNCHED = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        *(({name: "true"}, "model.parallel=fsdp splits the target") for name in SHARDING),
+        *(({name: "true"}, "model.parallel=fsdp or tensor splits the target") for name in SHARDING),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set training.gradient_accumulation_steps=4"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "set training.torch_compile=true"),
     ],
