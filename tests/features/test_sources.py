@@ -348,12 +348,9 @@ def load_rows(target, conversations):
 
 
 def test_command_line_errors_and_estimate(tiny_target_dir, conversations, tmp_path, capsys):
-    from modelopt_eagle.cli import dump as script
-    from modelopt_eagle.cli._dump import build_parser, run
+    from modelopt_eagle.cli.dump import main
 
     def call(*options):
-        parser = build_parser(script.__doc__, "dump")
-        parser.add_argument("--device", default="cpu")
         base = [
             "--model",
             str(tiny_target_dir),
@@ -362,7 +359,7 @@ def test_command_line_errors_and_estimate(tiny_target_dir, conversations, tmp_pa
             "--output-dir",
             str(tmp_path / "s"),
         ]
-        code = run(parser, script.open_back_end, [*base, *options])
+        code = main([*base, "--device", "cpu", *options])
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
