@@ -185,6 +185,12 @@ def test_a_trace_tells_a_python_number(target, good_head, prompts, monkeypatch):
         assert wrong.tokens == right.tokens and wrong.acceptance_length < right.acceptance_length
 
 
+def test_a_trace_refuses_numbers_of_the_host():
+    """On a GPU they are copied, which no graph may do; on the CPU nobody would see it."""
+    with pytest.raises(RuntimeError, match="makes a tensor of Python numbers"):
+        TracingRecorder().record(lambda x: (x + torch.tensor([1, 2]),), [torch.zeros(2)])
+
+
 def test_an_exception_leaves_nothing_behind(target, good_head, prompts, monkeypatch):
     plain, recorded = pair(target, good_head, num_steps=3)
     before = recorded.generate(prompts, 20)

@@ -5,15 +5,20 @@ import torch
 from heads import make_head
 from test_architectures import PROMPTS as TEXTS
 from test_architectures import build
+from test_supported import GPT2, LLAMA4
+from test_supported import PROMPTS as ASKED
+from test_supported import build as build_counting
 from torch.utils._python_dispatch import TorchDispatchMode
 from tracing import TracingRecorder
 
-from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, generator, whole_rounds
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
 from modelopt_eagle.decoding.rounds import DraftedRounds
 from modelopt_eagle.decoding.target_runner import TargetRunner
 from modelopt_eagle.decoding.whole_rounds import LEAST_WIDTH, WholeRounds
+from modelopt_eagle.draft.algorithm import find_algorithm
 from modelopt_eagle.errors import DecodingError
 from modelopt_eagle.kernels.recorder import CudaGraphRecorder
+from modelopt_eagle.target.tiny import make_tiny_target
 
 CHAIN, TREE = dict(num_steps=3), dict(mode="tree", topk=3, depth=3, num_nodes=10)
 LIMITS = [48, 7, 30, 12, 48, 21]
@@ -105,6 +110,8 @@ def test_answers_up_to_the_last_slot(target, good_head, prompts):
     assert fixed._whole.capacity == LEAST_WIDTH
     with pytest.raises(DecodingError, match="cache_length is 256, but 257 slots are needed"):
         fixed.generate([text], room + 1)
+    with pytest.raises(DecodingError, match="holds 256 tokens a request, 257 are needed"):
+        fixed._whole.round([LEAST_WIDTH - TREE["num_nodes"] + 1], [1], None, None)
 
 
 class Launches(TorchDispatchMode):
@@ -236,12 +243,58 @@ def test_what_cannot_be_recorded_runs_call_by_call(target, good_head, prompts, m
     assert not fallible.recorder.fall_back  # a capture that fails must not leave the whole width to be run eagerly
 
 
-def test_targets_that_count_slots_are_not_recorded(prompts, good_head, target, monkeypatch):
-    monkeypatch.setattr(whole_rounds, "needs_numbers", lambda target, slots: "its layers count slots")
-    _, recorded = generators(target, good_head, Call(), **CHAIN)
-    with pytest.warns(UserWarning, match="the draft alone is recorded: its layers count slots"):
-        found = recorded.generate(prompts[:2], 8)
-    assert found.tokens == PlainGenerator(target).generate(prompts[:2], 8).tokens
-    monkeypatch.setattr(generator, "needs_numbers", lambda target, slots: "an attention bias")
-    _, recorded = generators(target, good_head, Call(), **CHAIN)
-    assert recorded.generate(prompts[:2], 8).tokens == found.tokens and recorded._whole is None
+def test_targets_that_count_slots_are_not_recorded(prompts):
+    """Temperature by slots of the cache from 128 on, of which the recording would read 256; ALiBi at any length."""
+    target = build_counting("Llama4Text", {**LLAMA4, "attn_temperature_tuning": True, "floor_scale": 128})
+    _, recorded = generators(target, make_head(target), Call(), **CHAIN)
+    with pytest.warns(UserWarning, match="the draft alone is recorded: its layers without rotary positions scale"):
+        found = recorded.generate(ASKED, 8)
+    assert found.tokens == PlainGenerator(target).generate(ASKED, 8).tokens
+    target = build_counting("Bloom", dict(vocab_size=128, hidden_size=32, n_layer=6, n_head=4, bos_token_id=1))
+    _, recorded = generators(target, make_head(target), Call(), **CHAIN)
+    found = recorded.generate(ASKED[:1], 8)
+    assert found.tokens == PlainGenerator(target).generate(ASKED[:1], 8).tokens and recorded._whole is None
+
+
+def test_learned_positions_end_with_their_table():
+    """The last answers fill the table of 26 places, where drafts reach beyond it."""
+    target = build_counting("GPT2", GPT2)
+    plain, fixed = generators(target, make_head(target), Call(), **TREE)
+    limits = [26 - len(prompt) for prompt in ASKED]
+    assert fixed.generate(ASKED, limits).tokens == plain.generate(ASKED, limits).tokens
+    assert fixed._whole._recordings
+
+
+def test_a_long_row_that_left_is_a_short_dummy(target, good_head, prompts):
+    """Three rows remain in a recording of four that reads fewer slots than the fourth was long."""
+    plain, fixed = generators(target, good_head, Call(), **TREE)
+    texts = [*prompts[:3], (prompts[0] * 70)[:250]]
+    limits = [40, 40, 40, 9]
+    assert fixed.generate(texts, limits).tokens == plain.generate(texts, limits).tokens
+    assert {(rows, width) for rows, width, _ in fixed._whole._recordings} >= {(4, 512), (4, LEAST_WIDTH)}
+
+
+def test_a_head_of_another_kind_runs_call_by_call(target, prompts):
+    """P-EAGLE's rounds have no fixed shapes yet; a recorder changes nothing for it."""
+    algorithm = find_algorithm("peagle")
+    torch.manual_seed(0)
+    head = algorithm.module(algorithm.config.from_target(target.config, mask_token_id=255)).eval()
+    plain, recorded = generators(target, head, TracingRecorder(), num_steps=3)
+    assert recorded.generate(prompts, 12).accepted_lengths == plain.generate(prompts, 12).accepted_lengths
+    assert not recorded._recorder.replays and recorded._whole.cache is None
+
+
+def test_memory_is_used_again_and_weights_that_moved_record_anew(prompts):
+    target = make_tiny_target()
+    plain, recorded = generators(target, make_head(target), TracingRecorder(), **CHAIN)
+    recorded.generate(prompts[:2], 8)
+    cache, count = recorded._whole.cache, len(recorded._recorder.recorded)
+    with torch.inference_mode():
+        for tensor in cache.held():
+            tensor.fill_(torch.nan)  # of an earlier call: masked, it would spread
+    assert recorded.generate(prompts[:2], 8).tokens == plain.generate(prompts[:2], 8).tokens
+    assert recorded._whole.cache is cache and len(recorded._recorder.recorded) == count
+    for weight in target.model.parameters():
+        weight.data = -weight.data
+    assert recorded.generate(prompts[:2], 8).tokens == plain.generate(prompts[:2], 8).tokens
+    assert recorded._whole.cache is cache and len(recorded._recorder.recorded) > count

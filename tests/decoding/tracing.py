@@ -1,7 +1,8 @@
 """A recorder that proves on a CPU what a CUDA graph needs: it traces a region once and replays the trace.
 
 Like a graph, a trace holds operations and no Python: every number is what it was when the region was recorded, and
-a value read back from a tensor is an error. Inputs are read where they lie, and outputs are overwritten in place.
+a value read back from a tensor is an error, as is a tensor made of Python's numbers. Inputs are read where they lie,
+and outputs are overwritten in place.
 """
 
 import torch
@@ -30,6 +31,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.name() in READS_BACK:
             raise RuntimeError(f"{operator} reads a value back: it would be the same in every replay")
+        if operator.name() == "aten::lift_fresh":
+            raise RuntimeError(f"{operator} makes a tensor of Python numbers: a graph may not copy from the host")
         kwargs = kwargs or {}
         named_args, named_kwargs = self.name((args, kwargs))
         result = operator(*args, **kwargs)
