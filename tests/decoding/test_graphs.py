@@ -168,7 +168,7 @@ def test_a_trace_tells_a_python_number(target, good_head, prompts, monkeypatch):
     def bakes_in(column):
         def region(self, tokens, aux_hidden, places, roots, *cache):
             fixed = places.clone()
-            fixed[:, column] = 1 + column
+            fixed[:, column].fill_(1 + column)
             return own(self, tokens, aux_hidden, fixed, roots, *cache)
 
         return region

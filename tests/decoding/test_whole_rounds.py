@@ -11,7 +11,7 @@ from test_supported import build as build_counting
 from torch.utils._python_dispatch import TorchDispatchMode
 from tracing import TracingRecorder
 
-from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator
+from modelopt_eagle.decoding import PlainGenerator, PseudoSpeculativeGenerator, whole_rounds
 from modelopt_eagle.decoding.rounds import DraftedRounds
 from modelopt_eagle.decoding.target_runner import TargetRunner
 from modelopt_eagle.decoding.whole_rounds import LEAST_WIDTH, WholeRounds
@@ -298,3 +298,16 @@ def test_memory_is_used_again_and_weights_that_moved_record_anew(prompts):
         weight.data = -weight.data
     assert recorded.generate(prompts[:2], 8).tokens == plain.generate(prompts[:2], 8).tokens
     assert recorded._whole.cache is cache and len(recorded._recorder.recorded) > count
+
+
+def test_a_call_goes_on_where_recordings_end(target, good_head, prompts, monkeypatch):
+    """More slots are refused in the middle of an answer: rounds call by call take over what whole ones left."""
+    refused = {LEAST_WIDTH: None, 2 * LEAST_WIDTH: "it counts slots"}
+    monkeypatch.setattr(whole_rounds, "needs_numbers", lambda target, slots: refused[slots])
+    plain, fixed = generators(target, good_head, Call(), **TREE)
+    texts = [prompts[1], (prompts[0] * 70)[:240]]
+    with pytest.warns(UserWarning, match="the draft alone is recorded: it counts slots"):
+        found = fixed.generate(texts, 40)
+    expected = plain.generate(texts, 40)
+    assert found.tokens == expected.tokens and found.accepted_lengths == expected.accepted_lengths
+    assert [width for _, width, _ in fixed._whole._recordings] == [LEAST_WIDTH] * len(fixed._whole._recordings)
