@@ -1,9 +1,10 @@
 """Products of few rows with float32 weights on the CPU: by BLAS or by oneDNN, whichever is faster there.
 
 One row only reads the weights, so the memory's bandwidth is the floor. On Intel's processors MKL keeps up with it for
-one to three rows; from four on it copies the weights before it multiplies, unless it is given them in blocks that stay
-in the cache. On others oneDNN is the faster from one row on, and on all for many rows, best over weights that were laid
-out for it; it takes an activation or a sum into the same pass (``docs/decoding.md`` has the numbers).
+one to three rows; from four on it copies the weights before it multiplies, unless they were copied once for that many
+rows (:data:`PACK_ROWS`, a chain of three drafts), or are given in blocks that stay in the cache. On others oneDNN is
+the faster from one row on, best over weights that were laid out for it; it takes an activation or a sum into the same
+pass (``docs/decoding.md`` has the numbers).
 """
 
 from __future__ import annotations
@@ -41,10 +42,21 @@ def mkl_on_intel() -> bool:
         return False
 
 
+def packs_for_mkl() -> bool:
+    """Whether this build of PyTorch can lay weights out for MKL."""
+    return (
+        torch.backends.mkl.is_available()
+        and hasattr(torch.ops.mkl, "_mkl_linear")
+        and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
+    )
+
+
 BLAS_ROWS = 3 if mkl_on_intel() else 0
 """Rows up to which BLAS is the faster."""
 BLOCK_ROWS = 9 if mkl_on_intel() else 0
 """Rows up to which BLAS is the faster over blocks of a weight."""
+PACK_ROWS = 4 if mkl_on_intel() and packs_for_mkl() else 0
+"""Rows that MKL lays out copies of weights for, and multiplies over them; 0: copies are laid out for oneDNN."""
 BLOCKS = (96, 64, 128, 48)
 """Rows of such a block, the best first: one must divide the weight's."""
 
@@ -54,7 +66,7 @@ class Product:
 
     Args:
         linears: the layers.
-        copy: their weights in one, laid out for oneDNN; ``None``: they are read as they lie.
+        copy: their weights in one, laid out for MKL or oneDNN; ``None``: they are read as they lie.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], copy: Packed | None):
@@ -64,24 +76,39 @@ class Product:
             self.bias = torch.cat([weight.new_zeros(len(weight)) if b is None else b for weight, b in lying])
         self.lying = lying if copy is None else [(copy.lying, self.bias)]
         self.blocked = all(block_rows(weight) for weight, _ in self.lying)
-        self.weight = copy.packed if copy is not None else lying[0][0] if len(lying) == 1 else None
+        self.rows = 0 if copy is None else copy.rows
+        self.packed = copy.packed if copy is not None and copy.rows else None
+        self.weight = lying[0][0] if len(lying) == 1 else None
+        if copy is not None:
+            self.weight = copy.lying if copy.rows else copy.packed
 
     def __call__(self, x: Tensor, activation: tuple[str, str] = NOTHING) -> Tensor:
         """``[R, in]`` to ``[R, out]``, through an activation of :data:`ACTIVATIONS`."""
-        if x.shape[0] <= BLAS_ROWS or self.weight is None:
-            parts = [nn.functional.linear(x, *part) for part in self.lying]
-            return ACTIVATIONS[activation](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
-        if self.blocked and x.shape[0] <= BLOCK_ROWS:
-            parts = [by_blocks(x, *part) for part in self.lying]
-            return ACTIVATIONS[activation](parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        if self._by_blas(x):
+            return ACTIVATIONS[activation](self._blas(x))
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, activation[0], [], activation[1])
 
     def combined(self, x: Tensor, other: Tensor, how: str) -> Tensor:
         """The same added to (``"add"``) or multiplied by (``"mul"``) ``other [R, out]``."""
-        if x.shape[0] <= BLAS_ROWS or self.weight is None or (self.blocked and x.shape[0] <= BLOCK_ROWS):
-            out = self(x)
+        if self._by_blas(x):
+            out = self._blas(x)
             return out.add_(other) if how == "add" else out.mul_(other)
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, how)
+
+    def _by_blas(self, x: Tensor) -> bool:
+        """Whether ``[R, in]`` goes to BLAS."""
+        rows = x.shape[0]
+        few = rows <= BLAS_ROWS or (self.blocked and rows <= BLOCK_ROWS) or rows == self.rows
+        return few or self.weight is None
+
+    def _blas(self, x: Tensor) -> Tensor:
+        """``[R, in]`` to ``[R, out]`` by BLAS."""
+        rows = x.shape[0]
+        if rows == self.rows:
+            return torch.ops.mkl._mkl_linear(x.contiguous(), self.packed, self.weight, self.bias, rows)
+        blocks = self.blocked and BLAS_ROWS < rows <= BLOCK_ROWS and self.weight is not None
+        parts = [(by_blocks if blocks else nn.functional.linear)(x, *part) for part in self.lying]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def block_rows(weight: Tensor) -> int:
@@ -111,7 +138,7 @@ def filled(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight, or several side by side, laid out for oneDNN, and what it was made from."""
+    """A weight, or several side by side, laid out for MKL or oneDNN, and what it was made from."""
 
     weights: list[Tensor]  # held, so that no other weight comes to lie at their addresses
     versions: list[int]
@@ -119,14 +146,19 @@ class Packed:
     packed: Tensor
     lying: Tensor
     """Side by side as BLAS reads them; the weight itself if it is one."""
+    rows: int
+    """Rows that MKL multiplies over it; 0: laid out for oneDNN."""
 
     @classmethod
     def of(cls, weights: list[Tensor]) -> Packed:
         """Lay out ``[out, in]`` weights of one width."""
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
-        packed = torch.ops.mkldnn._reorder_linear_weight(whole, LAYOUT_ROWS)
+        if PACK_ROWS:
+            packed = torch.ops.mkl._mkl_reorder_linear_weight(whole, PACK_ROWS)
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(whole, LAYOUT_ROWS)
         versions, samples = [weight._version for weight in weights], [sample(weight).clone() for weight in weights]
-        return cls(weights, versions, samples, packed, whole)
+        return cls(weights, versions, samples, packed, whole, PACK_ROWS)
 
     def is_of(self, weights: list[Tensor]) -> bool:
         """Whether weights are still what was laid out. PyTorch does not count what is written through ``.data``, as

@@ -24,11 +24,15 @@ def forwards(*models):
     return [part for model in models for part in model.modules() if "forward" in part.__dict__]
 
 
-@pytest.fixture(autouse=True, params=[(0, 0), (3, 9)], ids=["oneDNN", "BLAS for few rows"])
+PACK_ROWS = 4 if cpu_product.packs_for_mkl() else 0
+
+
+@pytest.fixture(autouse=True, params=[(0, 0, 0), (3, 9, PACK_ROWS)], ids=["oneDNN", "BLAS for few rows"])
 def processor(request, monkeypatch):
-    """As on a processor where oneDNN takes all products, and as where BLAS takes those of few rows, by blocks too."""
-    monkeypatch.setattr(cpu_product, "BLAS_ROWS", request.param[0])
-    monkeypatch.setattr(cpu_product, "BLOCK_ROWS", request.param[1])
+    """As on a processor where oneDNN takes all products, and as where BLAS takes those of few rows, by blocks and over
+    copies too."""
+    for name, rows in zip(("BLAS_ROWS", "BLOCK_ROWS", "PACK_ROWS"), request.param, strict=True):
+        monkeypatch.setattr(cpu_product, name, rows)
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -208,3 +212,20 @@ def test_a_product_by_blocks_is_the_product(out, bias):
         found = cpu_product.by_blocks(x, layer.weight.detach(), layer.bias)
         torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-5)
     assert cpu_product.block_rows(torch.zeros(100, 8)) == cpu_product.block_rows(torch.zeros(8, 96).t()) == 0
+
+
+@pytest.mark.skipif(not PACK_ROWS, reason="this build of PyTorch lays nothing out for MKL")
+@pytest.mark.parametrize("bias", [True, False])
+def test_rows_that_mkl_laid_out_a_copy_for_read_nothing_else(bias, monkeypatch):
+    """MKL's operator reads the weight itself, without a word, for other numbers of rows than it is told."""
+    monkeypatch.setattr(cpu_product, "PACK_ROWS", PACK_ROWS)
+    layer, x = torch.nn.Linear(80, 96, bias=bias), torch.randn(9, 80)
+    with torch.inference_mode():
+        own = layer(x)
+        product = cpu_product.Product([layer], cpu_product.Packed.of([layer.weight.detach()]))
+        layer.weight.zero_()
+        zeros = layer(x)
+        for rows in (1, 3, PACK_ROWS, 5, 9):
+            torch.testing.assert_close(
+                product(x[:rows]), (own if rows == PACK_ROWS else zeros)[:rows], atol=1e-5, rtol=1e-5
+            )

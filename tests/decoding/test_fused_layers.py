@@ -65,9 +65,10 @@ def passes(target):
 def test_numbers_are_the_layers_own(family, monkeypatch):
     target = build(*FAMILIES[family])
     own = passes(target)
-    for blas_rows, block_rows in ((0, 0), (2, 0), (3, 9)):
+    for blas_rows, block_rows, pack_rows in ((0, 0, 0), (2, 0, 0), (3, 9, 4 if cpu_product.packs_for_mkl() else 0)):
         monkeypatch.setattr(cpu_product, "BLAS_ROWS", blas_rows)
         monkeypatch.setattr(cpu_product, "BLOCK_ROWS", block_rows)
+        monkeypatch.setattr(cpu_product, "PACK_ROWS", pack_rows)
         for pack in (True, False):
             fast = FastLinears(target.model, pack)
             with torch.inference_mode(), fast.use():
