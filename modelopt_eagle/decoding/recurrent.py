@@ -1,4 +1,4 @@
-"""Targets with recurrent layers (linear attention, state space, convolution) beside attention.
+"""Targets with recurrent layers (linear attention, state space, convolution), beside attention or alone.
 
 Such a layer keeps one state a row and cannot take a token back. So its state is kept at the start of a round, put back
 after the drafts were judged, and led through the accepted tokens again. A layer whose code starts anew with every pass

@@ -58,6 +58,7 @@ KINDS = {
             use_mamba_kernels=False,
         ),
     ),
+    "mamba2, no attention": ("Mamba2", dict(state_size=8, num_heads=8, head_dim=8, n_groups=1, chunk_size=8)),
 }
 PROMPTS = [[5, 9, 33, 70], [90, 3, 50, 60, 70, 80, 91, 11, 12, 13, 14], [7]]
 LENGTH = 20
