@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -423,13 +424,25 @@ class _Follower:
             shape = (*shape[:-1], (length - 1, min(learned, length - 1)))
         rows = tokenised(shape)
         try:
-            with mem, contextlib.nullcontext() if self.adapter is None else self.adapter.disabled():
+            plain = contextlib.nullcontext() if self.adapter is None else self.adapter.disabled()
+            with _without_torchs_log(), mem, plain:
                 made = collate(compute_features(target, rows, self.head.aux_layer_ids), self._contract())
                 step.place(step.share(made), "cpu")
         except Exception as error:  # code of any model may ask for numbers that are not there
             self.unknown = first_line(error) or type(error).__name__
             return None
         return mem.peak - base
+
+
+@contextlib.contextmanager
+def _without_torchs_log() -> Iterator[None]:
+    """Keep torch from logging an error of hollow tensors, with its traceback, beside the reason that is told."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def tokenised(shape: Shape) -> list[TokenizedRow]:

@@ -1,6 +1,7 @@
 """The memory that a run on a GPU is said to need: what the kernels' way gives and keeps, by hand."""
 
 import contextlib
+import logging
 
 import pytest
 import torch
@@ -169,3 +170,20 @@ def test_the_command_takes_the_way_of_the_device_that_is_meant(tiny_target_dir, 
     for device in ("cpu", "cuda"):
         assert run_command("estimate", [*command, "eagle.draft_vocab_size=64", f"model.device={device}"]) == 0
     assert meant == ["cpu", "cuda"]
+
+
+def test_what_a_forward_does_not_say_of_hollow_tensors_is_told_once(sizes, monkeypatch, caplog):
+    def refuses(target, rows, layers):  # as Jamba's experts do over hollow tensors of float32
+        return target.embedding_weight @ target.embedding_weight
+
+    recipe = load_recipe(None, ["eagle.draft_vocab_size=256"])
+    head = find_algorithm("eagle3").head_config(recipe, sizes, 256, None)
+    monkeypatch.setattr(memory, "compute_features", refuses)
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # torch's loggers pass nothing on
+    log.addHandler(caplog.handler)
+    try:
+        found = memory.estimate_peak(recipe, sizes, head, ((20, 10),), device="cuda")
+    finally:
+        log.removeHandler(caplog.handler)
+    assert found.unknown is not None and "1024" in found.unknown and found.line().endswith(found.unknown)
+    assert not caplog.records and not log.disabled
