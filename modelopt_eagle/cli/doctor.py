@@ -32,15 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         EagleError: a recipe, data or a target that cannot be read at all.
     """
-    from modelopt_eagle.recipe.command_line import recipe_from_arguments
+    from modelopt_eagle.recipe.command_line import data_flag, recipe_from_arguments
     from modelopt_eagle.training.doctor import FAULT, WARNING
 
     arguments = build_parser().parse_intermixed_args(argv)
-    paths = arguments.data
-    flags = [
-        ("model.base_model", arguments.model),
-        ("data.train_path", paths if paths is None or len(paths) > 1 else paths[0]),
-    ]
+    flags = [("model.base_model", arguments.model), data_flag(arguments)]
     recipe, counts = recipe_from_arguments(arguments, flags), {WARNING: 0, FAULT: 0}
     for finding in findings(recipe, not arguments.without_target):
         print(finding.line(), flush=True)

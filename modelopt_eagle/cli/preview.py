@@ -35,14 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     from modelopt_eagle.common.text import visible
     from modelopt_eagle.data.preview import coloured, count_table, page
     from modelopt_eagle.errors import DataError
-    from modelopt_eagle.recipe.command_line import recipe_from_arguments
+    from modelopt_eagle.recipe.command_line import data_flag, recipe_from_arguments
 
     arguments = build_parser().parse_intermixed_args(argv)
-    paths = arguments.data
-    flags = [
-        ("model.base_model", arguments.model),
-        ("data.train_path", paths if paths is None or len(paths) > 1 else paths[0]),
-    ]
+    flags = [("model.base_model", arguments.model), data_flag(arguments)]
     recipe = recipe_from_arguments(arguments, flags)
     if arguments.rows < 0:
         raise DataError(f"-n must be at least 0, found {arguments.rows}")

@@ -215,18 +215,23 @@ def run_recipe(args: argparse.Namespace, flags: Sequence[tuple[str, object]] = (
     Raises:
         RecipeError: as ``load_recipe``.
     """
-    # ``--data a.jsonl section.key=value``: argparse gives all of it to --data.
+    data = data_flag(args)
+    if args.recipe is None:
+        args.recipe = _default_recipe(args)
+    own = [("model.base_model", args.base_model), data, ("data.offline_data_path", args.offline_data)]
+    return recipe_from_arguments(args, [*own, *flags])
+
+
+def data_flag(args: argparse.Namespace) -> tuple[str, object]:
+    """The value of ``--data FILE ...`` as a flag of :func:`recipe_from_arguments`.
+
+    Of ``--data a.jsonl section.key=value`` argparse gives everything to ``--data``; overrides are moved to
+    ``args.overrides``, before the others. Call it before anything reads those.
+    """
     if args.data is not None:
         args.overrides = [text for text in args.data if _is_override(text)] + args.overrides
         args.data = [text for text in args.data if not _is_override(text)] or None
-    if args.recipe is None:
-        args.recipe = _default_recipe(args)
-    own = [
-        ("model.base_model", args.base_model),
-        ("data.train_path", args.data if args.data is None or len(args.data) > 1 else args.data[0]),
-        ("data.offline_data_path", args.offline_data),
-    ]
-    return recipe_from_arguments(args, [*own, *flags])
+    return "data.train_path", args.data if args.data is None or len(args.data) > 1 else args.data[0]
 
 
 def _default_recipe(args: argparse.Namespace) -> str:

@@ -144,14 +144,20 @@ def _with_sections(content: dict[str, Any], places: dict[str, str]) -> dict[str,
     return result
 
 
+def override_name(text: str) -> str:
+    """The ``section.key`` that an override speaks of, as far as it is one; a short name is written out."""
+    name = text.partition("=")[0].strip()
+    return ".".join(SHORT.get(name, (name,)))
+
+
 def _apply_override(content: dict[str, dict[str, Any]], text: str) -> str:
     """Write one override into the mapping; returns its ``section.key``."""
-    name, equals, raw = text.partition("=")
-    name = ".".join(SHORT.get(name.strip(), (name,)))
-    section, dot, rest = name.strip().partition(".")
+    _, equals, raw = text.partition("=")
+    name = override_name(text)
+    section, dot, rest = name.partition(".")
     key, *below = rest.split(".")
     if not equals or not dot or not key or not all(below):
-        near = nearest_key(None, name.strip()) if not dot and section not in Recipe.sections() else None
+        near = nearest_key(None, name) if not dot and section not in Recipe.sections() else None
         hint = f"; nearest valid name: {near}" if near else ""
         raise RecipeError(f"override {text!r}: expected section.key=value{hint}")
     if section not in Recipe.sections():

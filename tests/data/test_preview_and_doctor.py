@@ -36,6 +36,8 @@ def test_preview_shows_context_answers_and_ends_and_every_count(tiny_target_dir,
     assert '<span class="supervised">answer 0 &lt;b&gt;</span><span class="end">' in text and "no_messages" in text
     assert preview.main([*given[:4], "--row", "r7", "--colour", "always"]) == 0
     assert "\x1b[32manswer 7 <b>\x1b[0m\x1b[1;35m<|im_end|>" in capsys.readouterr().out
+    mixed = ["--model", str(tiny_target_dir), "--data", str(data), "data.max_rows=2", "-n", "1"]
+    assert preview.main(mixed) == 0 and "2  read" in capsys.readouterr().out  # an override behind --data is none of it
     assert run_command("preview", [*given[:4], "--row", "r77"]) == 2
     assert "no row 'r77' among the 12" in capsys.readouterr().err
 
@@ -112,7 +114,7 @@ def test_doctor_finds_what_makes_heads_fail(tiny_target_dir, data, tmp_path, cap
 def test_doctor_looks_for_a_prompt_of_text(tiny_target_dir, tiny_target, tmp_path, capsys):
     made = [{"input_ids": [70] * (n + m), "loss_mask": [0] * n + [1] * m} for n, m in ((0, 9), (2046, 1))]
     rows = [*made, row("q", "a")]
-    given = ["--data", str(write_lines(tmp_path / "d.jsonl", *rows)), "--model", str(tiny_target_dir)]
+    given = ["--model", str(tiny_target_dir), "--data", str(write_lines(tmp_path / "d.jsonl", *rows))]
     _, found = levels([*given, f"training.output_dir={tmp_path / 'run'}", "eagle.draft_vocab_size=null"], capsys)
     assert found["validation"] == "ok" and "captured layers" in found
     images = RowImages("", (), "", 2)
