@@ -200,7 +200,7 @@ def notes(rows: Sequence[dict[str, Any]], settings: dict[str, Any], seeds: Seque
     """What the table is of, in sentences."""
     shares = [row["speed"]["processor_share"] for row in rows if row["speed"]]
     timed = (
-        f" Times of {settings['speedup_prompts']} prompts in turns with the other head and plain decoding, in which "
+        f" Times of {settings['prompts_timed']} prompts in turns with the other head and plain decoding, in which "
         f"this process had its processors for {min(shares):.2f} of the time." if shares else ""
     )  # fmt: skip
     about = {row["choice"]: f"{row['choice']}: {row['about']}" for row in rows}
@@ -303,9 +303,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """See :func:`main`."""
     names = with_bases(arguments.choices)
-    for name in names:  # what does not fit is told before anything is done
-        equal_minutes.recipe_of(CHOICES[name].contestant, name, arguments.seeds[0], arguments)
-    settings = equal_minutes.claim(arguments)
+    settings = equal_minutes.prepare(arguments, {name: CHOICES[name].contestant for name in names})
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
 

@@ -82,7 +82,7 @@ def page(rows: Sequence[dict[str, Any]], settings: dict[str, Any], seeds: Sequen
     share = min(row["processor_share"] for row in rows)
     lines = [
         f"{equal_minutes.told_settings(settings, seeds, commits)} Answers are greedy. Times of "
-        f"{settings['speedup_prompts']} prompts in turns, in which this process had its processors for {share:.2f} of "
+        f"{settings['prompts_timed']} prompts in turns, in which this process had its processors for {share:.2f} of "
         "the time.",
         "",
         "| drafter | draft | acceptance length | 95 % | seeds | optimiser steps | drafting, plain steps | round, plain "
@@ -119,9 +119,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """See :func:`main`."""
-    for name in arguments.drafters:  # what does not fit is told before anything is done
-        equal_minutes.recipe_of(DRAFTERS[name], name, arguments.seeds[0], arguments)
-    settings = equal_minutes.claim(arguments)
+    arguments.drafters = list(dict.fromkeys(arguments.drafters))
+    settings = equal_minutes.prepare(arguments, {name: DRAFTERS[name] for name in arguments.drafters})
     from modelopt_eagle.export import load_draft
     from modelopt_eagle.target import load_target
 

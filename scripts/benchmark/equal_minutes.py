@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ import yaml
 
 from modelopt_eagle.cli._options import add_prompt_options
 from modelopt_eagle.common.acceptance import pooled_length
-from modelopt_eagle.common.files import write_whole
+from modelopt_eagle.common.files import disk_trouble, write_whole
 from modelopt_eagle.errors import EagleError, RecipeError
+from modelopt_eagle.recipe.loader import override_name
 
 Plan = tuple[int, ...]
 """Drafted tokens of a chain, or branching, depth and nodes of a tree."""
@@ -36,6 +38,21 @@ SETTINGS = (
     "set",
 )  # fmt: skip
 """Options that all heads of an output folder share; ``settings.json`` holds them."""
+
+
+OWN = {
+    "model.base_model": "--base_model names it",
+    "data.train_path": "--data names it",
+    "drafter.algorithm": "each head has its own",
+    "training.output_dir": "--output names the folder of all heads",
+    "training.seed": "--seeds are trained one after the other",
+    "training.time_budget_minutes": "--minutes says it",
+    "training.time_budget_clock": "--clock says it",
+    **dict.fromkeys(
+        ("training.run_budget_minutes", "training.epochs", "training.max_steps"), "--minutes ends every training"
+    ),
+}
+"""Keys that the comparison itself sets, and why ``--set`` may not."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +230,60 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def prepare(arguments: argparse.Namespace, contestants: Mapping[str, Contestant]) -> dict[str, Any]:
+    """Look at everything that is asked for before anything is done, then claim the output folder.
+
+    Returns:
+        the settings, with ``prompts_answered`` and ``prompts_timed``.
+
+    Raises:
+        DataError: text or prompts that are missing or broken.
+        RecipeError: an option that does not fit, a folder that cannot be written, or other settings in it.
+    """
+    from modelopt_eagle.data import load_prompts
+    from modelopt_eagle.data.files import check_sources
+
+    check_overrides(arguments.set, contestants)
+    for name, contestant in contestants.items():
+        recipe_of(contestant, name, arguments.seeds[0], arguments)
+    check_sources(arguments.data)
+    prompts = len(load_prompts(arguments.prompts, arguments.num_samples))
+    settings = claim(arguments)
+    return {**settings, "prompts_answered": prompts, "prompts_timed": min(prompts, arguments.speedup_prompts)}
+
+
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse budget, counts and seeds that are none, by the names that they were given under.
+
+    Raises:
+        RecipeError: the first of them.
+    """
+    for name in ("minutes", "num_samples", "max_new_tokens", "turns", "speedup_prompts"):
+        value, least = getattr(arguments, name), int(name == "max_new_tokens")
+        if not least < value < math.inf:
+            raise RecipeError(f"--{name} must be {'a number ' * (value == math.inf)}above {least}, found {value:g}")
+    seeds = arguments.seeds
+    if not all(0 <= seed < 2**32 for seed in seeds) or len({*seeds}) < len(seeds):
+        raise RecipeError(f"--seeds must be different numbers from 0 to {2**32 - 1}, found {' '.join(map(str, seeds))}")
+
+
+def check_overrides(texts: Sequence[str], contestants: Mapping[str, Contestant]) -> None:
+    """Refuse what ``--set`` would change of the comparison itself.
+
+    Raises:
+        RecipeError: a key of :data:`OWN`, or one in which a head that takes part differs from the others.
+    """
+    changed = {override_name(text): head for head, each in contestants.items() for text in each.overrides}
+    for text in texts:
+        key = ".".join(override_name(text).split(".")[:2])
+        if key in OWN:
+            raise RecipeError(f"--set {text}: {key} is not an option here: {OWN[key]}")
+        if key in changed:
+            raise RecipeError(
+                f"--set {text}: {key} is what {changed[key]} changes: leave it out, or compare without {changed[key]}"
+            )
+
+
 def claim(arguments: argparse.Namespace) -> dict[str, Any]:
     """Write the settings down, or hold them against those of an earlier start; heads and seeds may be added.
 
@@ -220,16 +291,16 @@ def claim(arguments: argparse.Namespace) -> dict[str, Any]:
         the settings.
 
     Raises:
-        RecipeError: other settings; budget, counts or seeds that are none.
+        RecipeError: other settings, or a folder that cannot be written.
     """
-    for name, least in (("minutes", 0.0), ("num_samples", 0), ("max_new_tokens", 1), ("turns", 0)):
-        if not getattr(arguments, name) > least:
-            raise RecipeError(f"--{name} must be above {least:g}, found {getattr(arguments, name)}")
-    if arguments.speedup_prompts < 1 or min(arguments.seeds) < 0 or len({*arguments.seeds}) < len(arguments.seeds):
-        raise RecipeError("--speedup_prompts must be at least 1, and --seeds different numbers from 0 on")
-    arguments.output.mkdir(parents=True, exist_ok=True)
     settings = {key: getattr(arguments, key) for key in SETTINGS}
-    found = kept(arguments.output / "settings.json", lambda: settings)
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        found = kept(arguments.output / "settings.json", lambda: settings)
+    except OSError as error:
+        raise RecipeError(
+            f"cannot write into {arguments.output}: {disk_trouble(error)}; name an --output that can be written"
+        ) from error
     if other := [key for key in settings if found.get(key) != settings[key]]:
         raise RecipeError(
             f"{arguments.output} holds a comparison with another {', '.join(other)} "
@@ -268,7 +339,7 @@ def told_settings(settings: dict[str, Any], seeds: Sequence[int], commits: Seque
     told = "minutes of processor time, over the threads" if settings["clock"] == "processor" else "minutes"
     return (
         f"Target {settings['base_model']}; {settings['minutes']:g} {told} of training each, seeds "
-        f"{', '.join(map(str, seeds))}; {settings['num_samples']} prompts, answers of up to "
+        f"{', '.join(map(str, seeds))}; {settings['prompts_answered']} prompts, answers of up to "
         f"{settings['max_new_tokens']} tokens; commit {', '.join(commits)}."
     )
 
@@ -276,9 +347,7 @@ def told_settings(settings: dict[str, Any], seeds: Sequence[int], commits: Seque
 def begin(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a comparison, or go on with it; returns the exit code."""
     try:
-        for name in ("minutes", "num_samples", "max_new_tokens", "turns"):  # by the names that they were given under
-            if not getattr(arguments, name) > 0:
-                raise RecipeError(f"--{name} must be above 0, found {getattr(arguments, name):g}")
+        check_numbers(arguments)
         return run(arguments)
     except EagleError as error:
         print(f"error: {error}", file=sys.stderr)

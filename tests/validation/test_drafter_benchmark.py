@@ -18,7 +18,7 @@ def command(folder, *more, heads=("--drafters", "eagle3", "medusa")):
     return [
         "--output", str(folder / "out"), *heads, "--minutes", "0.004",
         "--base_model", str(folder / "target"), "--data", str(folder / "rows.jsonl"), "--prompts",
-        str(folder / "prompts.jsonl"), "--num_samples", "4", "--max_new_tokens", "12", "--turns", "1",
+        str(folder / "prompts.jsonl"), "--num_samples", "4000", "--max_new_tokens", "12", "--turns", "1",
         "--speedup_prompts", "1", "--seeds", "0", "1", *more,
         "--set", "eagle.draft_vocab_size=64", "training.batch_size=4",
     ]  # fmt: skip
@@ -30,17 +30,69 @@ def test_a_refused_option_is_named_as_it_was_given(option, tmp_path, capsys):
     assert f"error: {option} must be above 0, found 0" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from modelopt_eagle.target.tiny import make_tiny_target
+def test_numbers_without_an_end_and_seeds_below_zero_name_their_options(tmp_path, capsys):
+    for wrong, told in (
+        (("--minutes", "inf"), "error: --minutes must be a number above 0, found inf"),
+        (("--minutes", "nan"), "error: --minutes must be above 0, found nan"),
+        (("--seeds", "0", "-1"), "error: --seeds must be different numbers from 0 to 4294967295, found 0 -1"),
+        (("--seeds", str(2**32)), "error: --seeds must be different numbers from 0 to 4294967295, found 4294967296"),
+        (("--speedup_prompts", "0"), "error: --speedup_prompts must be above 0, found 0"),
+    ):
+        assert main(command(tmp_path, *wrong)) == 2
+        assert capsys.readouterr().err == told + "\n"
+
+
+def write_inputs(root):
+    """Text and prompts, which :func:`command` names."""
     from tests.training.runs import write_conversations
 
-    root = tmp_path_factory.mktemp("drafters")
-    make_tiny_target(root / "target")
     write_conversations(root / "rows.jsonl", 16)
     rows = [{"id": f"p{n}", "category": "ab"[n % 2], "turns": [f"say {n}"]} for n in range(4)]
     (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert main(command(root)) == 0
+
+
+OWN = [
+    "training.seed=1", "training.time_budget_minutes=1", "training.time_budget_clock=wall", "training.output_dir=x",
+    "training.run_budget_minutes=1", "training.epochs=1", "training.max_steps=1", "data.train_path=x",
+    "model.base_model=x", "algorithm=medusa",
+]  # fmt: skip
+
+
+def test_set_changes_nothing_of_the_comparison_itself(tmp_path, capsys):
+    for text in OWN:
+        assert main([*command(tmp_path), text]) == 2
+        key = text.split("=")[0].replace("algorithm", "drafter.algorithm")
+        assert capsys.readouterr().err.startswith(f"error: --set {text}: {key} is not an option here: ")
+    given = command(tmp_path, heads=("--choices", "ttt5"))
+    assert CHOICES["main"]([*given, "eagle.ttt_steps=4"]) == 2
+    assert "error: --set eagle.ttt_steps=4: eagle.ttt_steps is what ttt5 changes" in capsys.readouterr().err
+    equal_minutes.check_overrides(["eagle.ttt_steps=4"], SCRIPT["DRAFTERS"])  # of all heads alike
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_files_and_folders_are_told_before_a_head_is_trained(tmp_path, capsys):
+    write_inputs(tmp_path)
+    for name in ("prompts.jsonl", "rows.jsonl"):
+        hidden = (tmp_path / name).rename(tmp_path / "hidden")
+        assert main(command(tmp_path)) == 2
+        assert name in capsys.readouterr().err and not (tmp_path / "out").exists()
+        hidden.rename(tmp_path / name)
+    (tmp_path / "out").touch()
+    for place in (tmp_path / "out", tmp_path / "out" / "below"):
+        assert main([*command(tmp_path)[2:], "--output", str(place)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: cannot write into {place}: ") and line.endswith("--output that can be written")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from modelopt_eagle.target.tiny import make_tiny_target
+
+    root = tmp_path_factory.mktemp("drafters")
+    make_tiny_target(root / "target")
+    write_inputs(root)
+    given = command(root, heads=("--drafters", "eagle3", "medusa", "eagle3"))  # named twice, made and told once
+    assert main(given) == 0
     return root
 
 
@@ -63,7 +115,8 @@ def test_the_table_adds_up(folder):
     assert low <= row["acceptance_length"] <= high and row["draft_cost"] > 0 and row["round_cost"] > 0
     text = (folder / "out/comparison.md").read_text()
     assert f"| `eagle3` | chain 3 | {row['acceptance_length']:.3f} | {low:.3f} to {high:.3f} |" in text
-    assert "0.004 minutes of processor time" in text and "| drafter | a | b |" in text
+    assert "0.004 minutes of processor time" in text and "; 4 prompts, answers" in text and "Times of 1 prompts" in text
+    assert "| drafter | a | b |" in text
     assert (folder / "out/eagle3-seed0/features").resolve() == (folder / "out/eagle3-seed1/features").resolve()
 
 
@@ -139,6 +192,7 @@ def test_choices_are_held_against_the_drafters_heads(choices):
 def test_choices_are_told_and_drawn(choices):
     text = (choices / "choices.md").read_text()
     assert "| `lk` | eagle3 | chain 3, T = 1 | " in text and "| `wide` | random | chain 3 | " in text
+    assert "; 4 prompts, answers" in text and "Times of 1 prompts" in text
     assert "commit" in text and "lk: the LK loss in place of KL" in text
     page = (choices / "choices.html").read_text()
     assert page.count("<figure>") >= 3 and "<td>wide</td>" in page
