@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from modelopt_eagle.common.console import ProgressBar, say, shown
 from modelopt_eagle.common.files import file_sha256, write_whole
 from modelopt_eagle.data.files import IN_MEMORY
-from modelopt_eagle.errors import ExportError, MissingExtraError, RecipeError
+from modelopt_eagle.errors import DecodingError, ExportError, MissingExtraError, RecipeError
 from modelopt_eagle.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
@@ -263,25 +263,30 @@ def validate(recipe: Recipe, result: TrainingResult, target: RunningTarget | Non
     )
     use_chat_record(target.tokenizer, module.config.extra)
     bar = ProgressBar(len(prompts), "validate", "prompts", log_every=5.0)
-    report = measure_acceptance(
-        target,
-        module.to(target.device).eval(),
-        prompts,
-        num_steps=section.num_steps,
-        max_new_tokens=section.max_new_tokens,
-        batch_size=section.batch_size,
-        mode=section.mode,
-        topk=section.topk,
-        depth=section.tree_depth if section.mode == "tree" else None,
-        num_nodes=section.num_nodes,
-        speedup_prompts=section.speedup_prompts,
-        seed=section.seed,
-        on_batch=bar.advance,
-        cuda_graph=graph_switch(section.cuda_graph),
-        sampling=SamplingOptions(section.temperature, section.top_k, section.top_p, section.min_p),
-        sample_drafts=section.sample_drafts,
-        seconds=measuring_seconds(recipe, result.seconds),
-    )
+    try:
+        report = measure_acceptance(
+            target,
+            module.to(target.device).eval(),
+            prompts,
+            num_steps=section.num_steps,
+            max_new_tokens=section.max_new_tokens,
+            batch_size=section.batch_size,
+            mode=section.mode,
+            topk=section.topk,
+            depth=section.tree_depth if section.mode == "tree" else None,
+            num_nodes=section.num_nodes,
+            speedup_prompts=section.speedup_prompts,
+            seed=section.seed,
+            on_batch=bar.advance,
+            cuda_graph=graph_switch(section.cuda_graph),
+            sampling=SamplingOptions(section.temperature, section.top_k, section.top_p, section.min_p),
+            sample_drafts=section.sample_drafts,
+            seconds=measuring_seconds(recipe, result.seconds),
+        )
+    except DecodingError as error:  # of lengths that only the prompts tell; see check_verifiable
+        if "validation.mode: none" in str(error):
+            raise
+        raise DecodingError(f"{error}. Or set validation.mode: none, and the head is exported unmeasured") from error
     say(report.table())
     report.write_dialogues(file.with_name("dialogues.jsonl"))
     report.write_json(file)

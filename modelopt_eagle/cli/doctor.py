@@ -57,12 +57,13 @@ def findings(recipe: Recipe, with_target: bool = True) -> Iterator[Finding]:
     from modelopt_eagle.data.packed import row_lengths, supervised_counts
     from modelopt_eagle.errors import EagleError
     from modelopt_eagle.target import load_target
-    from modelopt_eagle.target.load import load_tokenizer, resolve
+    from modelopt_eagle.target.load import check_device, load_tokenizer, resolve
     from modelopt_eagle.training import doctor
     from modelopt_eagle.training.given import Given
     from modelopt_eagle.training.prechecks import check_paths, use_chat_settings
     from modelopt_eagle.training.run import layer_ids
 
+    check_device(recipe.model.device)
     check_paths(recipe, Given())
     data, source = tokenised(recipe)
     place = resolve(recipe.model.base_model)

@@ -17,11 +17,13 @@ def open_back_end(args):
     from modelopt_eagle.features.dump import TargetBackEnd
     from modelopt_eagle.recipe.command_line import target_arguments
     from modelopt_eagle.target import load_target
+    from modelopt_eagle.target.load import check_device
     from modelopt_eagle.target.shards import local_bytes
 
     shards, more = None, {}
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     check_parallel(args, processes)
+    check_device(args.device)
     if args.parallel != "none":
         shards, device = start_together(args, args.shards or processes)
         more = {"shards": shards, "device": device}

@@ -98,9 +98,10 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 < args.supervised <= 1:
         parser.error(f"--supervised must lie above 0 and at most at 1, found {args.supervised:g}")
     recipe = run_recipe(args)
-    from modelopt_eagle.training.placement import check_shards
+    from modelopt_eagle.training.placement import check_several, check_shards
 
     check_shards(recipe, args.processes)
+    check_several(recipe, args.processes, "say how many (--processes N)")
     if args.tokens is None:
         source = read_rows(recipe)
     else:

@@ -105,6 +105,25 @@ CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.l
 """Files that hold the memory a container may use."""
 
 
+def check_device_name(name: str) -> str:
+    """The name of a device as it is: ``auto``, or what torch takes to hold numbers, here or on another machine.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if name in ("auto", "cpu"):
+        return name
+    import torch
+
+    try:
+        known = str(torch.device(name)) == name and name != "meta"  # torch counts cuda:300 as cuda:44
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ValueError(f"expected a device of torch (auto, cpu, cuda, cuda:1, ...), found {name!r}")
+    return name
+
+
 def devices() -> str:
     """Accelerators that torch sees."""
     import torch

@@ -81,7 +81,8 @@ def check_lengths(target: Target, requests: list[Request], plan: DraftPlan, cach
     needed = tokens + plan.num_nodes
     limit = position_limit(target, prompts, each)
     ragged = len(requests) > 1 if plan.depth else len(set(prompts)) > 1
-    check_shape(target, has_siblings(plan), ragged, needed, len(requests))
+    instead = f"Answer the {len(requests)} prompts one a call (validation.batch_size=1 in a run, else batch_size 1)"
+    check_shape(target, has_siblings(plan), ragged, needed, instead)
     if cache_length is not None and needed > cache_length:
         raise DecodingError(
             f"cache_length is {cache_length}, but {needed} slots are needed: {tokens} for prompt and new tokens and "

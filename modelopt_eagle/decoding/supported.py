@@ -65,14 +65,14 @@ def needs_numbers(target: Target, slots: int) -> str | None:
     return next(found, None)
 
 
-def check_shape(target: Target, siblings: bool, ragged: bool, slots: int | None, batch: int = 1) -> None:
+def check_shape(target: Target, siblings: bool, ragged: bool, slots: int | None, instead: str = "") -> None:
     """Check that a target can read trees, or rows of different lengths.
 
     Args:
         siblings: trees whose nodes may have siblings.
         ragged: rows of different lengths.
         slots: most slots of a row; ``None``: not known yet.
-        batch: rows, for the message.
+        instead: of rows of different lengths, for the message: what to do.
 
     Raises:
         DecodingError: it cannot.
@@ -88,8 +88,7 @@ def check_shape(target: Target, siblings: bool, ragged: bool, slots: int | None,
             )
         if ragged:
             raise DecodingError(
-                f"{target.name} cannot read rows of different lengths together{reach}: {restriction.what}. Answer "
-                f"the {batch} prompts one a call (batch_size 1 in validation and synthesis)"
+                f"{target.name} cannot read rows of different lengths together{reach}: {restriction.what}. {instead}"
             )
 
 

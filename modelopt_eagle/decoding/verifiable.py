@@ -56,7 +56,7 @@ def refusal(recipe: Recipe, target: Any = None) -> str | None:
     siblings = section.mode == "tree" and (section.topk or 1) > 1
     try:
         ask(target)
-        check_shape(target, siblings, section.batch_size > 1, None, section.batch_size)
+        check_shape(target, siblings, section.batch_size > 1, None, "Set validation.batch_size=1")
     except DecodingError as error:
         return str(error)
     return None

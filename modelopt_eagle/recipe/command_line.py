@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from modelopt_eagle.common.machine import check_device_name
 from modelopt_eagle.common.parser import CommandParser, command_parser
 from modelopt_eagle.recipe.loader import SHORT, load_recipe
 from modelopt_eagle.recipe.recipe import Recipe
@@ -73,13 +74,21 @@ def add_target_options(
         + (instead or f" (default {dtype})"),
     )  # fmt: skip
     group.add_argument(
-        "--device", default=None if of_a_recipe else device, metavar="NAME",
+        "--device", type=_device, default=None if of_a_recipe else device, metavar="NAME",
         help="auto (all accelerators, or the CPU), cpu, cuda, cuda:1, ..." + (instead or f" (default {device})"),
     )  # fmt: skip
     group.add_argument(
         "--attn_implementation", choices=typing.get_args(fields["attn_implementation"].annotation),
         help="its attention in transformers" + (instead or " (default sdpa)"),
     )  # fmt: skip
+
+
+def _device(text: str) -> str:
+    """A device's name; what argparse says of another one."""
+    try:
+        return check_device_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 _TARGET_KEYS = {

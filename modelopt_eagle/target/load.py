@@ -12,6 +12,7 @@ import torch
 
 from modelopt_eagle.common.console import line_handler, say
 from modelopt_eagle.common.dtypes import MODEL_DTYPES
+from modelopt_eagle.common.machine import check_device_name, devices
 from modelopt_eagle.common.strict_json import parse_json
 from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
@@ -59,12 +60,13 @@ def load_target(
         the target, its model in evaluation mode and without gradients.
 
     Raises:
-        TargetError: nothing there, incomplete, not to be split so, not a causal language model (by its class, or as
-            its states change with later tokens), of an unknown type, or without something that a head needs,
-            see :meth:`~modelopt_eagle.target.model.Target.check_usable`.
+        TargetError: no such device, nothing there, incomplete, not to be split so, not a causal language model (by its
+            class, or as its states change with later tokens), of an unknown type, or without something that a head
+            needs, see :meth:`~modelopt_eagle.target.model.Target.check_usable`.
     """
     if dtype not in _DTYPES:
         raise TargetError(f"expected a dtype of {', '.join(_DTYPES)}; found {dtype!r}")
+    check_device(device)
     place = resolve(name)
     config = load_config(place, revision, trust_remote_code)
     model_class = causal_class(config, name, trust_remote_code)
@@ -108,6 +110,30 @@ def load_target(
         check_slices(target)
     target.check_usable()
     return target
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this machine does not have, before anything is read for it.
+
+    Args:
+        device: "auto", "cpu", "cuda:1", ...
+
+    Raises:
+        TargetError: it is not here, or torch knows no such name.
+    """
+    try:
+        check_device_name(device)
+    except ValueError as error:
+        raise TargetError(f"device: {error}") from error
+    named = None if device == "auto" else torch.device(device)
+    if named is None or named.type == "cpu":
+        return
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if here is None or here.type != named.type or (named.index or 0) >= torch.accelerator.device_count():
+        raise TargetError(
+            f"device {device} is not in this machine, where torch finds: {devices()}; leave model.device (or --device) "
+            "out to run on what is here"
+        )
 
 
 def asked_attention(name: str) -> str | None:

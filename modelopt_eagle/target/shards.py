@@ -272,7 +272,7 @@ def _on_host(value: Any) -> Any:
         return value
     raise TargetError(
         f"a forward pass with a {type(value).__name__} cannot be run by all processes of a target that is split by "
-        "tensor parallelism: set model.parallel: fsdp"
+        "tensor parallelism: set model.parallel: fsdp (of a dump --parallel fsdp)"
     )
 
 
@@ -327,7 +327,8 @@ def check_quantised(name: object, config: Any) -> None:
         method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
         raise TargetError(
             f"{name} is quantised ({method}), and such weights are not split: give its checkpoint in bfloat16, leave "
-            "model.parallel at none, or train from features that a serving engine makes (docs/features.md)"
+            "model.parallel (of a dump --parallel) at none, or train from features that a serving engine makes "
+            "(docs/features.md)"
         )
 
 

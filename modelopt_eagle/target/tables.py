@@ -18,7 +18,7 @@ from modelopt_eagle.target import identity
 from modelopt_eagle.target.checkpoint_files import CheckpointFiles, content_revision
 from modelopt_eagle.target.head import TargetHead
 from modelopt_eagle.target.identity import TargetIdentity
-from modelopt_eagle.target.load import causal_class, load_config, load_tokenizer, resolve
+from modelopt_eagle.target.load import causal_class, check_device, load_config, load_tokenizer, resolve
 from modelopt_eagle.target.parts import TargetParts, find_parts
 from modelopt_eagle.target.stops import find_end_token_ids, read_generation_config
 from modelopt_eagle.target.vision import VisionProcessor, vision_of
@@ -161,6 +161,7 @@ def load_target_tables(
     """
     if dtype not in _DTYPES:
         raise TargetError(f"expected a dtype of {', '.join(_DTYPES)}; found {dtype!r}")
+    check_device(device)
     place = resolve(name)
     config = load_config(place, revision, trust_remote_code)
     model = _skeleton(causal_class(config, name, trust_remote_code), config, name, trust_remote_code)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from modelopt_eagle.common.text import first_line
 from modelopt_eagle.errors import TargetError
 
-INSTEAD = "set model.parallel: fsdp, which needs no plan"
+INSTEAD = "set model.parallel: fsdp (of a dump --parallel fsdp), which needs no plan"
 
 
 def plan_of_layers(model: Any, layers: str) -> dict[str, str]:
@@ -88,8 +88,8 @@ def check_plan(name: object, model: Any, config: Any, layers: str, size: int) ->
             for count in counts if isinstance(counts, (list, tuple)) else [counts]:
                 if isinstance(count, int) and count % size:
                     raise TargetError(
-                        f"{name}: {key} is {count}, which {size} processes cannot share: set model.shards to a divisor "
-                        f"of it, or {INSTEAD}"
+                        f"{name}: {key} is {count}, which {size} processes cannot share: set model.shards (of a "
+                        f"dump --shards) to a divisor of it, or {INSTEAD}"
                     )
     return plan
 

@@ -12,6 +12,7 @@ from modelopt_eagle.common.console import say, shown
 from modelopt_eagle.common.files import write_whole
 from modelopt_eagle.common.machine import environment
 from modelopt_eagle.recipe import Recipe, as_recipe
+from modelopt_eagle.target.load import check_device
 from modelopt_eagle.target.shards import ended_peers
 from modelopt_eagle.training.checkpoint import BEST
 from modelopt_eagle.training.given import take
@@ -57,6 +58,8 @@ def train(
     """
     recipe, given = take(as_recipe(recipe), target, data, eval_data)
     check_paths(recipe, given)
+    if finished_state(recipe) is None:
+        check_device(recipe.model.device)  # validation loads the target there, even if training does not
     accelerator = make_accelerator(recipe)
     main, folder = accelerator.is_main_process, Path(recipe.training.output_dir)
     say_once = say if main else lambda line: None

@@ -52,14 +52,9 @@ def place_target(recipe: Recipe, accelerator: Any, given: bool = False) -> Place
     check_shards(recipe, world, given)
     if kind == "none" or given or not recipe.data.runs_target:
         return Placement()
+    check_several(recipe, world)
     if world == 1:
-        if kind == "auto":
-            return Placement()
-        raise RecipeError(
-            f"model.parallel: {kind} splits the target over processes, and there is one: start several (torchrun "
-            "--nproc_per_node N, or accelerate launch --num_processes N), or leave it out: in one process "
-            "model.device: auto spreads the target over all devices"
-        )
+        return Placement()
     reason = None
     if kind == "auto":
         fits, reason = whole_fits(recipe, accelerator.device)
@@ -92,6 +87,28 @@ def check_shards(recipe: Recipe, processes: int, given: bool = False) -> None:
     if processes > 1 and (processes % size or size == 1):
         raise RecipeError(
             f"model.shards is {size}, and there are {processes} processes: choose a divisor of that above 1"
+        )
+
+
+LAUNCH = "start several (torchrun --nproc_per_node N, or accelerate launch --num_processes N)"
+
+
+def check_several(recipe: Recipe, processes: int, how: str = LAUNCH) -> None:
+    """Refuse to split a target over one process.
+
+    Args:
+        recipe: of a run that loads its target.
+        processes: how many there are.
+        how: to have several.
+
+    Raises:
+        RecipeError: there is one, and ``model.parallel`` asks for a split.
+    """
+    kind = recipe.model.parallel
+    if processes == 1 and kind in ("fsdp", "tensor"):
+        raise RecipeError(
+            f"model.parallel: {kind} splits the target over processes, and there is one: {how}, or leave it out: in "
+            "one process model.device: auto spreads the target over all devices"
         )
 
 

@@ -1,6 +1,7 @@
 """Runs that measure nothing, and targets that could not be measured, told before anything is trained."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -8,7 +9,7 @@ import transformers
 from modelopt_eagle import pipeline
 from modelopt_eagle.cli.main import run_command
 from modelopt_eagle.decoding.verifiable import refusal
-from modelopt_eagle.errors import RecipeError, TargetError
+from modelopt_eagle.errors import DecodingError, RecipeError, TargetError
 from modelopt_eagle.features.dump import TargetBackEnd, dump
 from modelopt_eagle.recipe import load_recipe
 from modelopt_eagle.target import Target, load_target, load_target_tables
@@ -77,13 +78,39 @@ def test_which_settings_are_refused_follows_from_the_target(hybrid, tiny_target_
     def of(folder, *options):
         return refusal(load_recipe(None, [f"model.base_model={folder}", *options]))
 
-    assert "rows of different lengths" in of(hybrid)
+    ragged = of(hybrid)
+    assert "rows of different lengths" in ragged and ragged.endswith("Set validation.batch_size=1")
+    assert "prompts" not in ragged
     assert of(hybrid, "validation.batch_size=1") is None and of(hybrid, NONE) is None
     tree = ["validation.mode=tree", "validation.topk=2", "validation.batch_size=1"]
     assert "cannot verify trees" in of(hybrid, *tree)
     assert of(tiny_target_dir) is None and of(tiny_target_dir, *tree) is None
     with pytest.raises(TargetError):
         of("no/such/folder")
+
+
+@pytest.mark.parametrize("reason", ["a window of 256 slots", "own code; or unmeasured (validation.mode: none)"])
+def test_what_only_the_prompts_tell_ends_with_the_way_out(reason, tmp_path, monkeypatch):
+    """Layers with a window read rows of different lengths up to its end; how long the prompts are is known late."""
+
+    def refuse(*args, **kwargs):
+        raise DecodingError(reason)
+
+    target = SimpleNamespace(
+        identity=lambda: SimpleNamespace(vocab_size=8, tokenizer_hash="t", revision="r"), dtype=None, device="cpu",
+        tokenizer=None,
+    )  # fmt: skip
+    head = SimpleNamespace(config=SimpleNamespace(extra={}), to=lambda device: SimpleNamespace(eval=lambda: None))
+    monkeypatch.setattr(pipeline, "measurement_mark", lambda *given: {})
+    monkeypatch.setattr(pipeline, "own_adapter", lambda checkpoint: None)
+    monkeypatch.setattr("modelopt_eagle.export.load_draft", lambda *given, **named: head)
+    monkeypatch.setattr("modelopt_eagle.target.chat.use_chat_record", lambda *given: None)
+    monkeypatch.setattr("modelopt_eagle.validation.measure_acceptance", refuse)
+    recipe = load_recipe(None, [f"training.output_dir={tmp_path}"])
+    result = SimpleNamespace(output_dir=tmp_path, best_checkpoint=tmp_path, seconds=0.0)
+    with pytest.raises(DecodingError) as refused:
+        pipeline.validate(recipe, result, target)
+    assert str(refused.value).startswith(reason) and str(refused.value).count("validation.mode: none") == 1
 
 
 def test_a_loaded_target_is_asked_itself(hybrid):

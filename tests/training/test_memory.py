@@ -198,6 +198,10 @@ def test_a_split_target_is_estimated_in_slices(tiny_target, tiny_target_dir, tmp
     assert "split        the target's layers over 2 processes (tensor parallelism)" in capsys.readouterr().out
     assert run_command("estimate", [*command, "model.shards=3", "--memory", "1"]) == 2
     assert "model.shards is 3, and there are 4 processes" in capsys.readouterr().err
+    for kind in ("fsdp", "tensor"):
+        assert run_command("estimate", [*command, "--processes", "1", f"model.parallel={kind}"]) == 2
+        assert f"model.parallel: {kind} splits the target over processes, and there is one: say how many (--processes" \
+            in capsys.readouterr().err  # fmt: skip
     assert run_command("estimate", [*command, "--memory", "1"]) == 0
     assert "split  " not in capsys.readouterr().out  # a copy fits
     assert run_command("estimate", [*command, "--memory", "0.0001"]) == 1

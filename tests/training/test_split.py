@@ -345,4 +345,4 @@ def test_what_no_plan_cuts_is_refused_by_name_before_anything_is_loaded(tmp_path
     shards = SimpleNamespace(kind="tensor", size=processes)
     with pytest.raises(TargetError, match=says) as refused:
         load_target(config_only(config, tmp_path / "target"), shards=shards)
-    assert "model.parallel: fsdp" in str(refused.value)
+    assert "model.parallel: fsdp (of a dump --parallel fsdp)" in str(refused.value)

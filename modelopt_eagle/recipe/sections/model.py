@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from modelopt_eagle.common.machine import check_device_name
 from modelopt_eagle.recipe.sections.base import Positive, Section
 
 
@@ -49,6 +50,11 @@ class ModelSection(Section):
     chat_template: str | None = Field(
         None, description="Jinja chat template, or a file with one, used in place of the target's own."
     )
+
+    @field_validator("device")
+    @classmethod
+    def _names_a_device(cls, value: str) -> str:
+        return check_device_name(value)
 
     def load_arguments(self) -> dict[str, Any]:
         """Arguments for ``load_target``: ``load_target(**recipe.model.load_arguments())``.
