@@ -130,7 +130,8 @@ def test_a_recipe_refuses_what_names_no_device(name):
 
 
 @pytest.mark.parametrize("command", [*RUN, "train", "train_and_export", "doctor", "estimate"])
-def test_every_command_refuses_what_names_no_device(command, capsys):
+def test_every_command_refuses_what_names_no_device(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         run_command(command, [*RUN.get(command, []), "--device", "bogus"])
     last = capsys.readouterr().err.strip().splitlines()[-1]
