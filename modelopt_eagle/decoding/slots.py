@@ -195,4 +195,4 @@ class TreeSlots:
                 whole = value.new_full((len(index), size), -1)
                 whole[:, : value.shape[1]] = value
             field[index] = whole
-        self.has_tree[index] = True
+        self.has_tree.index_fill_(0, index, True)  # not by assignment, which copies the True from the host

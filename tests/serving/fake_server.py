@@ -67,13 +67,19 @@ class FakeServer:
                     outer.asked.append(body)
                     outer.now += 1
                     outer.most = max(outer.most, outer.now)
+                self.inside = True
                 try:
                     self.answer(body, body["messages"][-1]["content"])
                 except OSError:
                     pass
                 finally:
-                    with outer.lock:
-                        outer.now -= 1
+                    self.leave()
+
+            def leave(self):
+                """Before the last bytes: who has read them may ask again at once."""
+                with outer.lock:
+                    outer.now -= self.inside
+                    self.inside = False
 
             def answer(self, body, question):
                 what = question.split()[0]
@@ -112,6 +118,8 @@ class FakeServer:
                 self.chunk(b"data: " + json.dumps(value).encode() + b"\n\n", last)
 
             def chunk(self, data, last=False):
+                if last:
+                    self.leave()
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) + (b"0\r\n\r\n" if last else b""))
 
             def reply(self, code, text):
